@@ -233,7 +233,7 @@ class Mixer(nn.Module):
         """
         if mask is None:
             return self.mix(x, state, None, form)
-        order = mask.int().argsort(1, stable=True)  # padding to the left; work; every row back in its place
+        order = mask.int().argsort(dim=1, stable=True)  # padding to the left; work; every row back in its place
         y, state = self.mix(take(x, order), state, take(mask, order), form)
         return take(y, order.argsort(1)), state
 
@@ -276,7 +276,7 @@ class Mixer(nn.Module):
         tail = old["tail"] if "tail" in old else z.new_zeros(len(z), self.conv - 1, z.size(-1))
         z = torch.cat([tail.to(z.dtype), z], 1)
         if mask is not None and "tail" in old:  # padding must not stand between the tail and its tokens
-            z = take(z, F.pad(mask, (self.conv - 1, 0), value=True).int().argsort(1, stable=True))
+            z = take(z, F.pad(mask, (self.conv - 1, 0), value=True).int().argsort(dim=1, stable=True))
         new["tail"] = z[:, z.size(1) - self.conv + 1 :]
         y = F.conv2d(z.mT.unsqueeze(-1), self.taps, groups=z.size(-1))  # a channels-last image of width 1: no copies
         return [part.unflatten(-1, (-1, self.head_dim)) for part in y.squeeze(-1).mT.chunk(3, -1)]
@@ -313,7 +313,7 @@ def sliding_softmax(q, k, v, position, mask, window, sinks, old, new):
         empty = k.new_zeros(B, window + sinks, H, K)
         old = {"keys": empty, "values": empty, "seen": mask.new_zeros(B, window)}
     first = ((position[:, None] == torch.arange(sinks, device=q.device)[:, None]) & mask[:, None]).to(k.dtype)
-    order = F.pad(mask, (window, 0), value=True).int().argsort(1, stable=True)  # [ring, padding, new] -> padding first
+    order = F.pad(mask, (window, 0), value=True).int().argsort(dim=1, stable=True)  # [ring, padding, new] -> padding first
     seen = take(torch.cat([old["seen"], mask], 1), order)
 
     def extend(kept, x):  # -> first tokens (B, sinks, H, K), the rest (B, window + T, H, K)

@@ -1,0 +1,174 @@
+"""Stages and recipes: what a student is asked to match, in which order, and what may change meanwhile.
+
+A stage is a function (student, teacher, tokens, backward=None, **options) -> dict of mean losses per token. Each loss but
+`ce` is exactly 0 for student = teacher. Without `backward`, dict["loss"] carries the graph. With backward=(a function of
+a scalar) a stage hands over each layer's or block of tokens' share as soon as it exists, so that memory grows neither
+with depth (attention, hidden) nor with tokens × vocabulary (logits, ce), and the dict holds plain numbers.
+
+A recipe is a row of data: its stages in order. A new stage is a function here and an entry in STAGES.
+Nothing here steps an optimizer, reads a file or prints.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+# ------------------------------------------------------------------ stages
+
+
+def attention(student, teacher, tokens, backward=None):
+    """Mixer output against the teacher's attention output, both after W_o, the teacher's hidden states in; mixers train.
+
+    Mean over layers of ‖y_student − y_teacher‖² / ‖y_teacher‖² (2504.14366 stage 1; LoLCATs 2410.10254 eq. 6; the
+    division makes layers and teachers comparable: 1 is as good as an output of 0).
+    """
+    losses = []
+    for ours, theirs, h, _ in layers(teacher, student, tokens):
+        with torch.no_grad():
+            x = theirs.norm1(h)
+            y = theirs.mixer(x)[0].float()
+        error = (ours.mixer(x)[0] - y).square().sum() / y.square().sum()
+        losses.append(share(error / len(teacher.blocks), backward))
+    return {"loss": sum(losses), "attention": sum(losses)}
+
+
+def hidden(student, teacher, tokens, backward=None):
+    """Block output against the teacher's next hidden state, its hidden states in; whole blocks train.
+
+    Mean over layers and tokens of ‖Block(h) − h_next‖₂ / rms ‖h_next‖₂ (MOHAWK 2408.10189 eq. 5; 2504.14366 stage 2).
+    """
+    losses = []
+    for ours, _, h, after in layers(teacher, student, tokens):
+        distance = (ours(h)[0] - after).square().sum(-1)
+        distance = torch.where(distance > 0, distance, 1).sqrt() * (distance > 0)  # the gradient of √0 is not finite
+        scale = after.square().sum(-1).mean().sqrt() * len(teacher.blocks)
+        losses.append(share((distance / scale).mean(), backward))
+    return {"loss": sum(losses), "hidden": sum(losses)}
+
+
+def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperature=1.0, block=256):
+    """kl · KL(teacher ‖ student) + ce · CE of the next token, reported apart (2504.14366 eq. 3; temperature: 1503.02531).
+
+    Every position but the last counts. The vocabulary is met `block` tokens at a time.
+    """
+    with torch.no_grad():
+        target = teacher.trunk(tokens)[0][:, :-1].flatten(0, 1) if kl else None
+    h = student.trunk(tokens)[0][:, :-1].flatten(0, 1)
+    leaf = h.detach().requires_grad_() if backward and h.requires_grad else h
+    total, sums = 0.0, {"kl": 0.0, "ce": 0.0}
+    following = tokens[:, 1:].flatten()
+    for rows in torch.arange(len(h), device=h.device).split(block):
+        log_p = F.log_softmax(student.head(leaf[rows]).float() / temperature, -1)
+        terms = {"ce": ce_of(log_p, following[rows], temperature)}
+        if kl:
+            with torch.no_grad():
+                log_t = F.log_softmax(teacher.head(target[rows]).float() / temperature, -1)
+            terms["kl"] = F.kl_div(log_p, log_t, log_target=True, reduction="sum") * temperature**2
+        terms = {name: term / len(h) for name, term in terms.items()}
+        sums = {name: sums[name] + terms.get(name, log_p.new_zeros(())).detach() for name in sums}
+        total = total + share(sum({"kl": kl, "ce": ce}[name] * term for name, term in terms.items()), backward)
+    if leaf is not h:
+        h.backward(leaf.grad)
+    return {"loss": total} | sums
+
+
+def ce_of(log_p, following, temperature):
+    """Sum of next-token cross-entropies; at another temperature than 1 it is only reported, from log_p as it is."""
+    return F.nll_loss(log_p, following, reduction="sum") if temperature == 1 else log_p.new_zeros(())
+
+
+def ce(student, teacher, tokens, backward=None, *, block=256):
+    """Next-token cross-entropy alone; the teacher is not asked (SUPRA 2405.06640, T2R 2103.13076)."""
+    losses = logits(student, teacher, tokens, backward, kl=0.0, ce=1.0, block=block)
+    return {"loss": losses["loss"], "ce": losses["ce"]}
+
+
+STAGES = {"attention": attention, "hidden": hidden, "logits": logits, "ce": ce}
+
+
+def layers(teacher, student, tokens):
+    """Walk both models by the teacher's hidden states: (our block, its block, h before it, h after it) per layer."""
+    with torch.no_grad():
+        h = teacher.embedded(tokens)
+    for ours, theirs in zip(student.blocks, teacher.blocks):
+        with torch.no_grad():
+            after = theirs(h)[0]
+        yield ours, theirs, h, after
+        h = after
+
+
+def share(loss, backward):
+    """Hand a share of the loss to `backward` at once and keep its number, or keep its graph."""
+    if backward is None or not loss.requires_grad:
+        return loss if backward is None else loss.detach()
+    backward(loss)
+    return loss.detach()
+
+
+# ------------------------------------------------------------------ recipes
+
+
+@dataclasses.dataclass
+class Stage:
+    """One row of a recipe: which loss, its share of the tokens, its learning rate and schedule, and what trains.
+
+    trains: "mixers" | "blocks" | "all". schedule: "wsd" (flat, then down to 0 over the last fifth) | "cosine" | "linear".
+    """
+
+    loss: str
+    tokens: float
+    lr: float
+    schedule: str = "wsd"
+    trains: str = "all"
+    options: dict = dataclasses.field(default_factory=dict)
+
+
+RECIPES = {
+    "haller": [  # 2504.14366 section 4: 3B to 10B tokens, context 512
+        Stage("attention", 0.026, 2e-4, trains="mixers"),
+        Stage("hidden", 0.053, 2e-3, trains="blocks"),
+        Stage("logits", 0.921, 3e-4, "linear", options={"kl": 1.0, "ce": 1.0}),
+    ],
+    "default": [
+        Stage("attention", 0.3, 1e-3, trains="mixers"),
+        Stage("logits", 0.7, 3e-4, "wsd"),
+    ],
+}
+
+
+def trainable(student, trains):
+    """Set requires_grad by a stage's `trains` -> the names of what trains (a tied head goes by its embedding's name)."""
+    chosen = {"mixers": lambda n: ".mixer." in n, "blocks": lambda n: n.startswith("blocks."), "all": lambda n: True}
+    kept = [i for i, name in enumerate(student.config.mixers) if name == "softmax"] if trains == "mixers" else []
+    names = []
+    for name, p in student.named_parameters():
+        p.requires_grad_(chosen[trains](name) and not any(name.startswith(f"blocks.{i}.") for i in kept))
+        if p.requires_grad:
+            names.append(name)
+    return names
+
+
+# ------------------------------------------------------------------ calibration
+
+
+@torch.no_grad()
+def calibrate(student, teacher, tokens, *, ridge=0.1):
+    """Before any step: solve each layer's W_o so that the mixer's output is nearest to the teacher's attention output.
+
+    The attention stage is least squares in W_o, so one batch (B, T) gives its optimum:
+    W = (YᵀO + λW₀)(OᵀO + λI)⁻¹ with λ = ridge · mean diagonal of OᵀO and W₀ the teacher's. O: what W_o reads.
+    """
+    for ours, theirs, h, _ in layers(teacher, student, tokens):
+        x = theirs.norm1(h)
+        seen = []
+        hook = ours.mixer.o.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        ours.mixer(x)
+        hook.remove()
+        O, Y = seen[0].flatten(0, 1).double(), theirs.mixer(x)[0].flatten(0, 1).double()
+        gram = O.T @ O
+        damp = ridge * gram.diagonal().mean()
+        W0 = ours.mixer.o.weight.double()
+        gram.diagonal().add_(damp)
+        ours.mixer.o.weight.copy_(torch.linalg.solve(gram, (Y.T @ O + damp * W0).T).T)
+    torch.clear_autocast_cache()  # it may hold the weights from before
