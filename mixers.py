@@ -313,7 +313,9 @@ def sliding_softmax(q, k, v, position, mask, window, sinks, old, new):
         empty = k.new_zeros(B, window + sinks, H, K)
         old = {"keys": empty, "values": empty, "seen": mask.new_zeros(B, window)}
     first = ((position[:, None] == torch.arange(sinks, device=q.device)[:, None]) & mask[:, None]).to(k.dtype)
-    order = F.pad(mask, (window, 0), value=True).int().argsort(dim=1, stable=True)  # [ring, padding, new] -> padding first
+    order = (
+        F.pad(mask, (window, 0), value=True).int().argsort(dim=1, stable=True)
+    )  # [ring, padding, new] -> padding first
     seen = take(torch.cat([old["seen"], mask], 1), order)
 
     def extend(kept, x):  # -> first tokens (B, sinks, H, K), the rest (B, window + T, H, K)

@@ -1,0 +1,234 @@
+"""Scores: how much of the teacher a student kept, each figure with its standard error and the teacher's beside it.
+
+    python evaluate.py RUN                                          held-out text of the run: CE, KL, agreement
+    python evaluate.py RUN --tasks lambada,piqa --limit 500         items from the hub
+    python evaluate.py 140m --tasks lambada --data-dir FOLDER       a teacher alone, items from local files
+
+A task is a row of TASKS: where its items are and how one becomes (context, choices, answer). Likelihoods only, zero
+shots. Results are printed and written to RUN/evaluation.json. Nothing here trains.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from surgery import BadInput, load_teacher, read_json, run
+
+# ------------------------------------------------------------------ the machine
+
+
+def precision(device, wanted="auto"):
+    """-> (dtype of matmuls, the reason in words). State, sums and softmax stay in float32 either way."""
+    if wanted != "auto":
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], "as asked"
+    if device == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    words = "has bf16 matrix instructions" if fast else "has no bf16 matrix instructions"
+    return torch.bfloat16 if fast else torch.float32, f"this {device} {words}"
+
+
+def autocast(device, dtype):
+    return torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
+
+
+# ------------------------------------------------------------------ held-out text
+
+
+@torch.no_grad()
+def heldout(student, teacher, tokens, batch=4):
+    """tokens (n, T) -> {"ce", "teacher_ce", "kl", "agreement"}: (mean, standard error over the n sequences).
+
+    In nats per token; agreement is the share of positions where both put the same token first.
+    """
+    rows = {"ce": [], "teacher_ce": [], "kl": [], "agreement": []}
+    for x in tokens.split(batch):
+        ours, theirs = student.trunk(x)[0], teacher.trunk(x)[0]
+        for h, g, ids in zip(ours, theirs, x):  # one sequence at a time: T × vocabulary floats
+            log_p, log_t = (F.log_softmax(m.head(z[:-1]).float(), -1) for m, z in ((student, h), (teacher, g)))
+            rows["ce"].append(F.nll_loss(log_p, ids[1:]).item())
+            rows["teacher_ce"].append(F.nll_loss(log_t, ids[1:]).item())
+            rows["kl"].append(F.kl_div(log_p, log_t, log_target=True, reduction="none").sum(-1).mean().item())
+            rows["agreement"].append((log_p.argmax(-1) == log_t.argmax(-1)).double().mean().item())
+    return {name: mean_and_error(values) for name, values in rows.items()}
+
+
+def mean_and_error(values):
+    values = torch.tensor(values, dtype=torch.float64)
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return values.mean().item(), error
+
+
+# ------------------------------------------------------------------ tasks
+
+TASKS = {  # local file, hub (dataset, configuration, split), item -> (context, choices, index of the right one | None)
+    "lambada": (
+        "lambada.jsonl",
+        ("EleutherAI/lambada_openai", "default", "test"),
+        lambda item: (
+            (item["context"], [" " + item["continuation"].strip()], None)
+            if "context" in item
+            else (item["text"].rsplit(" ", 1)[0], [" " + item["text"].rsplit(" ", 1)[1]], None)
+        ),
+    ),
+    "piqa": (
+        "piqa.jsonl",
+        ("baber/piqa", None, "validation"),
+        lambda item: (
+            (item["query"].removesuffix("Answer:").rstrip() + "\nAnswer:", item["choices"], item["gold"])
+            if "query" in item
+            else (f"Question: {item['goal']}\nAnswer:", [item["sol1"], item["sol2"]], item["label"])
+        ),
+    ),
+}
+
+
+def items_of(task, data_dir):
+    """The items of a task from data_dir/**/<file>, else from the hub; BadInput says what was looked for."""
+    name, hub, _ = TASKS[task]
+    if data_dir:
+        found = sorted(Path(data_dir).rglob(name)) or sorted(Path(data_dir).glob(f"{task}/*.jsonl"))
+        if not found:
+            raise BadInput(
+                f"task {task!r}: no {name} under {data_dir}; leave out --data-dir to take {hub[0]} from the hub"
+            )
+        return [json.loads(line) for line in found[0].read_text().splitlines() if line.strip()]
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset(hub[0], hub[1], split=hub[2]))
+    except Exception as error:  # datasets raises what its parts raise
+        reason = type(error).__name__
+        raise BadInput(
+            f"task {task!r}: the hub gave no {hub[0]} ({reason}); give --data-dir with {name} in it"
+        ) from None
+
+
+@torch.no_grad()
+def likelihoods(model, tokenizer, pairs, *, batch=16, device="cpu"):
+    """[(context, continuation)] -> [(log-likelihood of the continuation, is it the greedy one)], sorted by length inside.
+
+    A pair longer than the model's context raises BadInput: nothing is cut in silence.
+    """
+    encoded = []
+    for context, continuation in pairs:
+        both, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
+        if len(both) > model.config.context:
+            raise BadInput(f"an item has {len(both)} tokens, the model's context {model.config.context}; use --limit")
+        encoded.append((both, start))
+    order, results = sorted(range(len(encoded)), key=lambda i: -len(encoded[i][0])), {}
+    bar = tqdm(total=len(encoded), desc="items", leave=False)
+    for at in range(0, len(order), batch):
+        group = order[at : at + batch]
+        x = torch.full((len(group), len(encoded[group[0]][0])), tokenizer.eos)  # right padding: causal, so never read
+        for row, i in enumerate(group):
+            x[row, : len(encoded[i][0])] = torch.tensor(encoded[i][0])
+        h = model.trunk(x.to(device))[0]
+        for row, i in enumerate(group):
+            ids, start = encoded[i]
+            log_p = F.log_softmax(model.head(h[row, start - 1 : len(ids) - 1]).float(), -1).cpu()
+            wanted = torch.tensor(ids[start:])
+            greedy = bool((log_p.argmax(-1) == wanted).all())
+            results[i] = (log_p.gather(-1, wanted[:, None]).sum().item(), greedy)
+        bar.update(len(group))
+    bar.close()
+    return [results[i] for i in range(len(pairs))]
+
+
+def score(model, tokenizer, task, items, **how):
+    """-> {metric: (mean, standard error)}: acc, and for lambada perplexity of the last word (no error given)."""
+    read = TASKS[task][2]
+    asked = [read(item) for item in items]
+    pairs = [(context, " " + c.lstrip() if answer is not None else c) for context, cs, answer in asked for c in cs]
+    found = iter(likelihoods(model, tokenizer, pairs, **how))
+    right, surprise = [], []
+    for _, choices, answer in asked:
+        got = [next(found) for _ in choices]
+        best = max(range(len(got)), key=lambda i: got[i][0])
+        right.append(float(got[0][1] if answer is None else best == answer))
+        surprise.append(-got[0][0])
+    scores = {"acc": mean_and_error(right)}
+    if asked[0][2] is None:
+        scores["ppl"] = (math.exp(sum(surprise) / len(surprise)), math.nan)
+    return scores
+
+
+# ------------------------------------------------------------------ the scoreboard
+
+
+def scoreboard(held, tasks=()):
+    """Rows (name, teacher, student, recovered) as a printed table. held: `heldout`'s; tasks: (name, teacher's, ours)."""
+    show = lambda pair, form=".3f": f"{pair[0]:{form}} ± {pair[1]:{form}}" if pair else "-"
+    lines = [f"{'':<22}{'teacher':>18}{'student':>18}{'recovered':>12}"]
+    if held:
+        t, s = held["teacher_ce"], held["ce"]
+        lines.append(f"{'held-out CE (nats)':<22}{show(t):>18}{show(s):>18}")
+        lines.append(f"{'perplexity':<22}{math.exp(t[0]):>18.2f}{math.exp(min(s[0], 700)):>18.2f}")
+        lines.append(f"{'KL to the teacher':<22}{'0':>18}{show(held['kl']):>18}")
+        lines.append(f"{'same top token':<22}{'1':>18}{show(held['agreement']):>18}{held['agreement'][0]:>12.1%}")
+    for name, theirs, ours in tasks:
+        for metric in ours:
+            share = (
+                f"{ours[metric][0] / theirs[metric][0]:.1%}" if theirs and metric == "acc" and theirs[metric][0] else ""
+            )
+            left = show(theirs[metric]) if theirs else "-"
+            lines.append(f"{name + ' ' + metric:<22}{left:>18}{show(ours[metric]):>18}{share:>12}")
+    return "\n".join(lines)
+
+
+def parser():
+    p = argparse.ArgumentParser(description="Score a run beside its teacher, or a teacher alone.", allow_abbrev=False)
+    p.add_argument("model", help="a run folder, or anything --teacher of train.py takes")
+    p.add_argument("--tasks", default="", help=f"comma list of {', '.join(TASKS)} (default: held-out text only)")
+    p.add_argument("--limit", type=int, default=0, help="only the first N items of a task (default 0: all)")
+    p.add_argument("--data-dir", help="folder with the tasks' .jsonl files (default: the hub)")
+    p.add_argument("--baseline", help="teacher to stand beside it (default: the run's own)")
+    p.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="matmuls (default auto)")
+    p.add_argument("--prompt", help="also continue this text, greedily")
+    return p
+
+
+def main():
+    from surgery import stream
+
+    args = parser().parse_args()
+    tasks = [t for t in args.tasks.split(",") if t]
+    for task in tasks:
+        if task not in TASKS:
+            near = difflib.get_close_matches(task, TASKS, 1) or list(TASKS)
+            raise BadInput(f"task {task!r} is not known; did you mean {near[0]!r}? There are {', '.join(TASKS)}")
+    folder = Path(args.model)
+    recorded = read_json(folder / "args.json") if (folder / "args.json").exists() else {}
+    asked = {task: items_of(task, args.data_dir)[: args.limit or None] for task in tasks}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype, why = precision(device, args.precision)
+    print(f"precision: {str(dtype)[6:]} matmuls, {why}")
+    model, tokenizer = load_teacher(args.model, dtype=dtype, device=device)
+    baseline = args.baseline or recorded.get("teacher")
+    teacher = load_teacher(baseline, dtype=dtype, device=device)[0] if baseline else None
+    held, rows = None, []
+    with autocast(device, dtype):
+        if teacher and (folder / "heldout.safetensors").exists():
+            from safetensors.torch import load_file
+
+            held = heldout(model, teacher, load_file(folder / "heldout.safetensors")["tokens"].to(device))
+        for task, items in asked.items():
+            theirs = score(teacher, tokenizer, task, items, device=device) if teacher else None
+            rows.append((f"{task} ({len(items)})", theirs, score(model, tokenizer, task, items, device=device)))
+        print(scoreboard(held, rows))
+        if args.prompt:
+            stream(model, tokenizer, args.prompt, 60)
+    if recorded:
+        (folder / "evaluation.json").write_text(json.dumps({"heldout": held, "tasks": rows, "precision": str(dtype)}))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

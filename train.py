@@ -1,0 +1,496 @@
+"""The only training loop: swap a teacher's attention for a linear mixer, distil, judge.
+
+    python train.py --mixer delta --size 140m                       the whole thing, with no other download than the teacher
+    python train.py --mixer gated_delta --window 64 --data book.txt a hybrid, on text of your own
+    python train.py --mixer delta --size 140m --resume              go on after a kill, to the same bits
+
+Top to bottom: flags -> data -> the plan -> checkpoints -> the loop -> the scoreboard. Losses and recipes are in distill.py.
+A run is a folder: args.json, metrics.jsonl, heldout.safetensors, step-N/ (a model that `evaluate.py` reads, and the
+optimizer), scores.json, loss.png. The random order of the data is a function of --seed and the step, nothing else.
+"""
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import evaluate
+from distill import RECIPES, STAGES, calibrate, trainable
+from mixers import MIXERS
+from surgery import (
+    SIZES,
+    BadInput,
+    find_checkpoint,
+    linearize,
+    load,
+    load_teacher,
+    read_json,
+    report,
+    run,
+    save,
+    stream,
+)
+
+# ------------------------------------------------------------------ flags
+
+
+def parser():
+    p = argparse.ArgumentParser(description="Linearize a teacher and distil it.", allow_abbrev=False)
+    g = p.add_argument_group("model")
+    g.add_argument("--mixer", default="delta", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
+    g.add_argument("--size", default="140m", help=f"teacher by size: {', '.join(SIZES)} (default 140m)")
+    g.add_argument("--teacher", help="folder, hub name, .gguf or run, instead of --size")
+    g.add_argument("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0: none)")
+    g.add_argument("--keep", default="", help="layers left softmax, as 0,8,16 (default none)")
+    g.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a mixer's option, as conv=0")
+    g = p.add_argument_group("data")
+    g.add_argument("--data", help="text, jsonl or parquet file, folder, or hub name (default: installed documentation)")
+    g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
+    g = p.add_argument_group("training")
+    g.add_argument("--recipe", default="default", choices=RECIPES, help="stages, shares and rates (default default)")
+    g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
+    g.add_argument("--batch", type=int, default=2, help="sequences a step (default 2)")
+    g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
+    g.add_argument(
+        "--calibrate", type=int, default=16, help="sequences to solve W_o on at the start (default 16; 0: no)"
+    )
+    g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
+    g = p.add_argument_group("run")
+    g.add_argument("--out", help="folder of the run (default runs/MIXER-SIZE…)")
+    g.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    g.add_argument("--save-every", type=int, default=60, help="steps between checkpoints (default 60)")
+    g = p.add_argument_group("machine")
+    g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or mps")
+    g.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of matmuls (default auto)")
+    return p
+
+
+def count(text):
+    """'20k' -> 20000."""
+    scale = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
+    try:
+        return int(float(text[:-1] if scale > 1 else text) * scale)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 50000, 50k, 3m or 1b") from None
+
+
+def read_flags():
+    args = parser().parse_args()
+    if args.mixer not in MIXERS:
+        near = difflib.get_close_matches(args.mixer, MIXERS, 1) or list(MIXERS)[:1]
+        raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
+    for name in ("context", "batch", "save_every"):
+        if getattr(args, name) < (2 if name == "context" else 1):
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted a larger whole number")
+    if args.window < 0 or args.calibrate < 0:
+        raise BadInput(f"--window {args.window} and --calibrate {args.calibrate}: wanted 0 or more")
+    args.teacher = args.teacher or args.size
+    window = f"-w{args.window}" if args.window else ""
+    args.out = args.out or f"runs/{args.mixer}-{Path(args.teacher).stem.lower()}{window}-s{args.seed}"
+    return args
+
+
+def options_of(args):
+    """--keep and --option as `linearize` takes them."""
+    try:
+        keep = tuple(int(i) for i in args.keep.split(",") if i)
+        pairs = dict(pair.split("=", 1) for pair in args.option)
+        values = {"true": True, "false": False, "none": None}
+        return {"keep": keep} | {k: values.get(v.lower(), int(v) if v.isdigit() else v) for k, v in pairs.items()}
+    except ValueError:
+        raise BadInput(f"--keep {args.keep!r}, --option {args.option}: wanted 0,8,16 and NAME=VALUE") from None
+
+
+# ------------------------------------------------------------------ data
+
+
+def documents(source):
+    """Yield texts: of a file, of every readable file of a folder, of a hub set, or of the installed documentation."""
+    path = Path(source or "")
+    if source is None:
+        yield from documentation()
+    elif path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md", ".jsonl", ".parquet"))
+        if not files:
+            raise BadInput(f"--data {source}: no .txt, .md, .jsonl or .parquet in this folder")
+        for file in files:
+            yield from texts_of(file)
+    elif path.is_file():
+        yield from texts_of(path)
+    elif source.count("/") == 1 and not path.suffix and not source.startswith((".", "/")):
+        yield from hub_texts(source)
+    else:
+        raise BadInput(f"--data {source}: no such file or folder; give one that exists, or a hub name such as a/b")
+
+
+def texts_of(path):
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            yield from pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
+        elif path.suffix == ".jsonl":
+            yield from (json.loads(line)["text"] for line in path.open(encoding="utf-8") if line.strip())
+        else:
+            text = path.read_text(encoding="utf-8")
+            if "\0" in text:
+                raise ValueError("it has zero bytes")
+            yield from (part for part in text.split("\n<|endoftext|>\n") if part.strip())
+    except (ValueError, KeyError, OSError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:120]}"
+        raise BadInput(f"--data {path}: not text, or no 'text' field ({reason}); give UTF-8 text") from None
+
+
+def hub_texts(name):
+    from datasets import load_dataset
+
+    try:
+        for row in load_dataset(name, split="train", streaming=True):
+            yield row["text"]
+    except Exception as error:  # datasets raises what its parts raise
+        raise BadInput(
+            f"--data {name}: the hub gave no such text ({type(error).__name__}); give a local file"
+        ) from None
+
+
+def documentation():
+    """English that is on every machine with Python: docstrings of the standard library, torch and numpy, by package."""
+    import ast
+    import sysconfig
+
+    roots = [Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent, Path(np.__file__).parent]
+    for root in roots:
+        for file in sorted(root.rglob("*.py")):
+            inside = file.relative_to(root).parts
+            if "site-packages" in inside or "test" in inside or "tests" in inside:
+                continue
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (SyntaxError, ValueError):
+                continue
+            kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+            found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+            text = "\n\n".join(doc for doc in found if doc and len(doc) > 200)
+            if len(text) > 1000:
+                yield text
+
+
+def prepare(args, tokenizer, needed):
+    """-> (training windows, held-out windows), each (n, context) int64: the last 2% of every document are held out.
+
+    Documents are taken until `needed` tokens are there four times over; a run that needs more goes round again.
+    """
+    train, held, start = [], [], time.time()
+    for text in documents(args.data):
+        ids = tokenizer.encode(text) + [tokenizer.eos]
+        cut = len(ids) - max(len(ids) // 50, 1)
+        train.append(np.array(ids[:cut], np.int32))
+        held.append(np.array(ids[cut:], np.int32))
+        if sum(map(len, train[-1:])) and sum(len(t) for t in train) > max(4 * needed, 20_000_000):
+            break
+    windows = []
+    for part in (train, held):
+        flat = np.concatenate(part) if part else np.zeros(0, np.int32)
+        n = len(flat) // args.context
+        if n < 1:
+            raise BadInput(
+                f"--data {args.data}: {len(flat)} tokens {'to train on' if part is train else 'held out (2%)'}, less "
+                f"than one context of {args.context}; give more text or a smaller --context"
+            )
+        windows.append(torch.from_numpy(flat[: n * args.context].astype(np.int64)).view(n, args.context))
+    shuffled = torch.randperm(len(windows[1]), generator=torch.Generator().manual_seed(0))[:16]
+    took = f"{windows[0].numel():,} tokens to train on, {time.time() - start:.0f} s to read"
+    print(f"data: {args.data or 'documentation of the installed packages'}: {took}, {len(shuffled)} windows held out")
+    return windows[0], windows[1][shuffled]
+
+
+def batch_at(windows, step, args):
+    """Sequences of a step: rows of a permutation that --seed and the epoch fix, so a resumed run reads the same."""
+    places = torch.arange(step * args.batch, (step + 1) * args.batch)
+    rows = []
+    for epoch in sorted({int(p) // len(windows) for p in places}):
+        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(args.seed * 1000 + epoch))
+        rows.append(order[places[places // len(windows) == epoch] % len(windows)])
+    return windows[torch.cat(rows)].to(args.device)
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def flops_per_token(model, stage):
+    """Multiplications and additions of one token's step: 2 per weight forward, 4 backward, the teacher's forward."""
+    head = model.config.vocab * model.config.width
+    blocks = sum(p.numel() for p in model.blocks.parameters())
+    mixers = sum(p.numel() for block in model.blocks for p in block.mixer.parameters())
+    if stage.loss == "attention":
+        return 2 * blocks + 8 * mixers
+    return {"hidden": 8 * blocks, "logits": 8 * (blocks + head), "ce": 6 * (blocks + head)}[stage.loss]
+
+
+def budget(model, recipe, device, dtype):
+    """Tokens that take about ten minutes here: by cores and dtype, not by a clock, so that it repeats."""
+    cores = min(torch.get_num_threads(), 16)
+    rate = cores * (170e9 if dtype == torch.bfloat16 else 50e9) if device == "cpu" else 5e13
+    per_token = sum(stage.tokens * flops_per_token(model, stage) for stage in recipe)
+    return int(600 * rate / per_token / 10_000 + 1) * 10_000
+
+
+def plan(args, recipe):
+    """-> [(stage, first step, end step)]: shares of --tokens in whole steps, at least one each."""
+    rows, at = [], 0
+    for stage in recipe:
+        steps = max(round(args.tokens * stage.tokens / (args.batch * args.context)), 1)
+        rows.append((stage, at, at + steps))
+        at += steps
+    return rows
+
+
+def rate_at(stage, done):
+    """Learning rate after the share `done` of a stage: 5% warm-up, then as the stage's schedule says."""
+    shape = {
+        "wsd": min(1.0, (1 - done) / 0.2),
+        "cosine": 0.55 + 0.45 * math.cos(math.pi * done),
+        "linear": 1 - done,
+    }[stage.schedule]
+    return stage.lr * min(1.0, (done + 1e-3) / 0.05) * shape
+
+
+def optimizer_for(student, stage):
+    """AdamW over exactly what the stage trains; matrices decay, vectors do not."""
+    names = trainable(student, stage.trains)
+    params = [p for p in student.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    assert sum(len(g["params"]) for g in groups) == len(names) == len({id(p) for p in params})
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=stage.lr, betas=(0.9, 0.95), fused=True)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def checkpoint(folder, step, student, tokenizer, optimizer):
+    """Write folder/step-N whole or not at all (temporary name, fsync, rename); keep it and the one before."""
+    from safetensors.torch import save_file
+
+    target, temporary = folder / f"step-{step:08d}", folder / "step.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        save(student, tokenizer, temporary)
+        names = {id(p): name for name, p in student.named_parameters()}
+        moments = {f"{names[id(p)]}|{k}": v for p, state in optimizer.state.items() for k, v in state.items()}
+        save_file(moments | {"rng": torch.get_rng_state()}, temporary / "optimizer.safetensors")
+        for file in temporary.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+    except Exception as error:  # safetensors has its own error for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = find_checkpoint(folder)
+        where = f"{kept.name} is whole" if kept else "there was none before"
+        raise BadInput(f"saving step {step} in {folder} failed ({error}); {where}; make room and --resume") from None
+    for old in sorted(folder.glob("step-*[0-9]"))[:-2]:
+        shutil.rmtree(old)
+
+
+def restore(folder, optimizer, student):
+    """The moments and the random state of a checkpoint, back into a fresh optimizer."""
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "optimizer.safetensors")
+    torch.set_rng_state(saved.pop("rng"))
+    params = dict(student.named_parameters())
+    for key, value in saved.items():
+        name, field = key.split("|")
+        optimizer.state[params[name]][field] = value.to(params[name].device) if value.dim() else value
+
+
+def open_run(args):
+    """Make or reopen the folder of the run -> (folder, its newest checkpoint or None)."""
+    folder, kept = Path(args.out), ("resume", "out", "save_every")
+    mine = {k: v for k, v in vars(args).items() if k not in kept}
+    if not args.resume:
+        if folder.exists():
+            raise BadInput(f"--out {folder} exists; add --resume to continue it, or give another --out")
+        return folder, None
+    if not (folder / "args.json").exists():
+        raise BadInput(f"--resume: no run in {folder}; leave out --resume to start one")
+    theirs = read_json(folder / "args.json")
+    for key, value in mine.items():
+        if theirs.get(key) != value and not (key == "tokens" and value is None):
+            raise BadInput(f"--resume: {folder} was started with {key} = {theirs.get(key)!r}, not {value!r}")
+    args.tokens = theirs["tokens"]
+    return folder, find_checkpoint(folder)
+
+
+def record(folder, args, teacher, tokens):
+    """What must be known to repeat the run, before step 1."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=sys.path[0])
+    facts = {
+        "source": teacher.config.source,
+        "commit": asked.stdout.strip() or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    save_file({"tokens": tokens}, folder / "heldout.safetensors")
+    (folder / "args.json").write_text(json.dumps(vars(args) | facts, indent=1))
+
+
+# ------------------------------------------------------------------ the loop
+
+
+def train(args, folder, student, teacher, tokenizer, windows, held, steps, first, dtype):
+    """Every stage of `steps` from step `first` on: cheap validation -> save -> stop -> step -> log."""
+    end, began, optimizer = steps[-1][2], time.time(), None
+    bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True)
+    log = (folder / "metrics.jsonl").open("a", buffering=1)
+    for step in range(first, end + 1):
+        stage, start, stop = next((row for row in steps if row[1] <= step < row[2]), steps[-1])
+        if optimizer is None or step == start:
+            resumed = optimizer is None and step not in (start, 0)
+            optimizer = optimizer_for(student, stage)
+            if resumed:
+                restore(find_checkpoint(folder), optimizer, student)
+            bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
+        if step % args.save_every == 0 or step == end:
+            with torch.no_grad(), evaluate.autocast(args.device, dtype):
+                kl = STAGES["logits"](student, teacher, held[:4].to(args.device))["kl"].item()
+            log.write(json.dumps({"step": step, "tokens": step * args.batch * args.context, "heldout_kl": kl}) + "\n")
+            bar.write(f"step {step}: held-out KL {kl:.3f}")
+            if step > first:
+                checkpoint(folder, step, student, tokenizer, optimizer)
+        if step == end:
+            break
+        lr = rate_at(stage, (step - start) / (stop - start))
+        losses = one_step(student, teacher, batch_at(windows, step, args), stage, optimizer, lr, args, dtype)
+        speed = (step + 1 - first) * args.batch * args.context / (time.time() - began)
+        log.write(
+            json.dumps({"step": step, "stage": stage.loss, "lr": lr, "tokens_per_s": round(speed, 1)} | losses) + "\n"
+        )
+        bad = [name for name, value in losses.items() if not math.isfinite(value)]
+        if bad:
+            checkpoint(folder, step, student, tokenizer, optimizer)
+            raise BadInput(
+                f"step {step}, stage {stage.loss}: {bad[0]} is {losses[bad[0]]} at lr {lr:g} ({losses}); "
+                "the weights before it are saved; start again with a smaller --lr"
+            )
+        bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
+        bar.update()
+    bar.close()
+
+
+def one_step(student, teacher, tokens, stage, optimizer, lr, args, dtype):
+    """One optimizer step -> the stage's losses and the gradient norm, as numbers; no step if they are not finite."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad()
+    with evaluate.autocast(args.device, dtype):
+        losses = STAGES[stage.loss](student, teacher, tokens, lambda loss: loss.backward(), **stage.options)
+    losses = {name: float(value) for name, value in losses.items()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    losses["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
+    if all(map(math.isfinite, losses.values())):
+        optimizer.step()
+    return losses
+
+
+# ------------------------------------------------------------------ the end
+
+
+def picture(folder):
+    """metrics.jsonl -> loss.png: the loss of each stage, and the held-out KL."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    fig, ax = plt.subplots(figsize=(8, 4.5))
+    for name in dict.fromkeys(r["stage"] for r in rows if "stage" in r):
+        points = [(r["step"], r["loss"]) for r in rows if r.get("stage") == name]
+        ax.plot(*zip(*points), linewidth=1, alpha=0.7, label=f"{name} loss")
+    points = [(r["step"], r["heldout_kl"]) for r in rows if "heldout_kl" in r]
+    ax.plot(*zip(*points), "ko-", markersize=3, label="held-out KL to the teacher (nats)")
+    ax.set(xlabel="step", ylabel="loss", yscale="log", title=folder.name)
+    ax.legend()
+    fig.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")
+
+
+def finish(args, folder, student, teacher, tokenizer, held, dtype, minutes):
+    """The scoreboard, a sample of both, the figure, and how to go on."""
+    with evaluate.autocast(args.device, dtype):
+        scores = evaluate.heldout(student, teacher, held.to(args.device))
+        print("\n" + evaluate.scoreboard(scores))
+        prompt = "The history of science shows that"
+        for name, model in (("teacher", teacher), ("student", student)):
+            print(f"\n{name}: ", end="")
+            stream(model, tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
+    facts = {"minutes": round(minutes, 1), "peak_gb": round(peak, 2), "tokens": args.tokens, "seed": args.seed}
+    (folder / "scores.json").write_text(json.dumps(scores | facts, indent=1))
+    picture(folder)
+    print(f"\n{minutes:.1f} minutes, peak memory {peak:.1f} GiB. Student, loss.png and scores.json are in {folder}")
+    print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500")
+
+
+def main():
+    args, began = read_flags(), time.time()
+    folder, newest = open_run(args)
+    dtype, why = evaluate.precision(args.device, args.precision)
+    print(
+        f"device: {args.device}, {torch.get_num_threads()} threads; {str(dtype)[6:]} matmuls: {why}; state in float32"
+    )
+    teacher, tokenizer = load_teacher(args.teacher, device=args.device)
+    if set(teacher.config.mixers) != {"softmax"}:
+        raise BadInput(
+            f"--teacher {args.teacher}: it is no softmax model but {teacher.config.mixers[0]}; give a teacher"
+        )
+    torch.manual_seed(args.seed)
+    student = linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
+    recipe = [dataclasses.replace(stage, lr=args.lr or stage.lr) for stage in RECIPES[args.recipe]]
+    args.tokens = args.tokens or budget(student, recipe, args.device, dtype)
+    windows, held = prepare(args, tokenizer, args.tokens)
+    report(student)
+    teacher = copy.deepcopy(teacher).to(dtype)  # the student trains the weights that it shared
+    teacher.requires_grad_(False)
+    steps = plan(args, recipe)
+    work = sum(flops_per_token(student, s) * (b - a) * args.batch * args.context for s, a, b in steps)
+    state = sum(b.mixer.state_size() for b in student.blocks)
+    print(
+        f"plan: {steps[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats a sequence"
+    )
+    if newest:
+        student = load(newest, device=args.device)[0]
+    elif not folder.exists():
+        record(folder, args, teacher, held)
+    if not newest and args.calibrate:
+        with evaluate.autocast(args.device, dtype):
+            calibrate(
+                student, teacher, batch_at(windows, 0, argparse.Namespace(**vars(args) | {"batch": args.calibrate}))
+            )
+    first = int(newest.name.split("-")[1]) if newest else 0
+    train(args, folder, student, teacher, tokenizer, windows, held, steps, first, dtype)
+    finish(args, folder, student, teacher, tokenizer, held, dtype, (time.time() - began) / 60)
+
+
+if __name__ == "__main__":
+    run(main)
