@@ -1,9 +1,9 @@
 """Stages and recipes: what a student is asked to match, in which order, and what may change meanwhile.
 
-A stage is a function (student, teacher, tokens, backward=None, **options) -> dict of mean losses per token. Each loss but
-`ce` is exactly 0 for student = teacher. Without `backward`, dict["loss"] carries the graph. With backward=(a function of
-a scalar) a stage hands over each layer's or block of tokens' share as soon as it exists, so that memory grows neither
-with depth (attention, hidden) nor with tokens × vocabulary (logits, ce), and the dict holds plain numbers.
+A stage is a function (student, teacher, tokens, backward=None, **options) -> dict of mean losses per token. Each loss
+but `ce` is exactly 0 for student = teacher. Without `backward`, dict["loss"] carries the graph. With backward=(a
+function of a scalar) a stage hands over each layer's or block of tokens' share as soon as it exists, so that memory
+grows neither with depth (attention, hidden) nor with tokens × vocabulary (logits, ce), and the dict holds numbers.
 
 A recipe is a row of data: its stages in order. A new stage is a function here and an entry in STAGES.
 Nothing here steps an optimizer, reads a file or prints.
@@ -18,16 +18,13 @@ import torch.nn.functional as F
 
 
 def attention(student, teacher, tokens, backward=None):
-    """Mixer output against the teacher's attention output, both after W_o, the teacher's hidden states in; mixers train.
+    """Mixer output against the teacher's attention output, both after W_o, its hidden states in; mixers train.
 
     Mean over layers of ‖y_student − y_teacher‖² / ‖y_teacher‖² (2504.14366 stage 1; LoLCATs 2410.10254 eq. 6; the
     division makes layers and teachers comparable: 1 is as good as an output of 0).
     """
     losses = []
-    for ours, theirs, h, _ in layers(teacher, student, tokens):
-        with torch.no_grad():
-            x = theirs.norm1(h)
-            y = theirs.mixer(x)[0].float()
+    for ours, x, y, _, _ in layers(teacher, student, tokens):
         error = (ours.mixer(x)[0] - y).square().sum() / y.square().sum()
         losses.append(share(error / len(teacher.blocks), backward))
     return {"loss": sum(losses), "attention": sum(losses)}
@@ -39,7 +36,7 @@ def hidden(student, teacher, tokens, backward=None):
     Mean over layers and tokens of ‖Block(h) − h_next‖₂ / rms ‖h_next‖₂ (MOHAWK 2408.10189 eq. 5; 2504.14366 stage 2).
     """
     losses = []
-    for ours, _, h, after in layers(teacher, student, tokens):
+    for ours, _, _, h, after in layers(teacher, student, tokens):
         distance = (ours(h)[0] - after).square().sum(-1)
         distance = torch.where(distance > 0, distance, 1).sqrt() * (distance > 0)  # the gradient of √0 is not finite
         scale = after.square().sum(-1).mean().sqrt() * len(teacher.blocks)
@@ -59,23 +56,28 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
     total, sums = 0.0, {"kl": 0.0, "ce": 0.0}
     following = tokens[:, 1:].flatten()
     for rows in torch.arange(len(h), device=h.device).split(block):
-        log_p = F.log_softmax(student.head(leaf[rows]).float() / temperature, -1)
-        terms = {"ce": ce_of(log_p, following[rows], temperature)}
+        log_p = log_softmax(student.head(leaf[rows]), temperature)
+        with torch.no_grad() if not ce else torch.enable_grad():
+            terms = {
+                "ce": F.nll_loss(log_p, following[rows], reduction="sum") if temperature == 1 else log_p.new_zeros(())
+            }
         if kl:
             with torch.no_grad():
-                log_t = F.log_softmax(teacher.head(target[rows]).float() / temperature, -1)
-            terms["kl"] = F.kl_div(log_p, log_t, log_target=True, reduction="sum") * temperature**2
+                log_t = log_softmax(teacher.head(target[rows]), temperature)
+                p_t, log_t = log_t.exp().flatten(), log_t.flatten()
+            terms["kl"] = (torch.dot(p_t, log_t) - torch.dot(p_t, log_p.flatten())) * temperature**2
         terms = {name: term / len(h) for name, term in terms.items()}
-        sums = {name: sums[name] + terms.get(name, log_p.new_zeros(())).detach() for name in sums}
+        sums = {name: sums[name] + terms[name].detach() for name in terms}
         total = total + share(sum({"kl": kl, "ce": ce}[name] * term for name, term in terms.items()), backward)
     if leaf is not h:
         h.backward(leaf.grad)
     return {"loss": total} | sums
 
 
-def ce_of(log_p, following, temperature):
-    """Sum of next-token cross-entropies; at another temperature than 1 it is only reported, from log_p as it is."""
-    return F.nll_loss(log_p, following, reduction="sum") if temperature == 1 else log_p.new_zeros(())
+def log_softmax(logits, temperature):
+    """In float32 at least: bf16 logits near 20 are 0.1 apart."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.log_softmax(logits if temperature == 1 else logits / temperature, -1)
 
 
 def ce(student, teacher, tokens, backward=None, *, block=256):
@@ -88,13 +90,16 @@ STAGES = {"attention": attention, "hidden": hidden, "logits": logits, "ce": ce}
 
 
 def layers(teacher, student, tokens):
-    """Walk both models by the teacher's hidden states: (our block, its block, h before it, h after it) per layer."""
+    """The teacher's pass, layer by layer: (our block, attention's input, its output, h before, h after)."""
     with torch.no_grad():
         h = teacher.embedded(tokens)
     for ours, theirs in zip(student.blocks, teacher.blocks):
         with torch.no_grad():
-            after = theirs(h)[0]
-        yield ours, theirs, h, after
+            x = theirs.norm1(h)
+            y = theirs.mixer(x)[0]
+            after = h + y
+            after = after + theirs.mlp(theirs.norm2(after))
+        yield ours, x, y.to(h.dtype), h, after
         h = after
 
 
@@ -113,7 +118,8 @@ def share(loss, backward):
 class Stage:
     """One row of a recipe: which loss, its share of the tokens, its learning rate and schedule, and what trains.
 
-    trains: "mixers" | "blocks" | "all". schedule: "wsd" (flat, then down to 0 over the last fifth) | "cosine" | "linear".
+    trains: "mixers" | "blocks" | "all".
+    schedule: "wsd" (flat, then down to 0 over the last fifth) | "cosine" (to a tenth) | "linear" (to 0).
     """
 
     loss: str
@@ -131,8 +137,8 @@ RECIPES = {
         Stage("logits", 0.921, 3e-4, "linear", options={"kl": 1.0, "ce": 1.0}),
     ],
     "default": [
-        Stage("attention", 0.3, 1e-3, trains="mixers"),
-        Stage("logits", 0.7, 3e-4, "wsd"),
+        Stage("attention", 0.2, 1e-3, trains="mixers"),
+        Stage("logits", 0.8, 5e-4, "wsd"),
     ],
 }
 
@@ -159,13 +165,12 @@ def calibrate(student, teacher, tokens, *, ridge=0.1):
     The attention stage is least squares in W_o, so one batch (B, T) gives its optimum:
     W = (YᵀO + λW₀)(OᵀO + λI)⁻¹ with λ = ridge · mean diagonal of OᵀO and W₀ the teacher's. O: what W_o reads.
     """
-    for ours, theirs, h, _ in layers(teacher, student, tokens):
-        x = theirs.norm1(h)
+    for ours, x, y, _, _ in layers(teacher, student, tokens):
         seen = []
         hook = ours.mixer.o.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         ours.mixer(x)
         hook.remove()
-        O, Y = seen[0].flatten(0, 1).double(), theirs.mixer(x)[0].flatten(0, 1).double()
+        O, Y = seen[0].flatten(0, 1).double(), y.flatten(0, 1).double()
         gram = O.T @ O
         damp = ridge * gram.diagonal().mean()
         W0 = ours.mixer.o.weight.double()

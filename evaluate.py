@@ -97,9 +97,7 @@ def items_of(task, data_dir):
     if data_dir:
         found = sorted(Path(data_dir).rglob(name)) or sorted(Path(data_dir).glob(f"{task}/*.jsonl"))
         if not found:
-            raise BadInput(
-                f"task {task!r}: no {name} under {data_dir}; leave out --data-dir to take {hub[0]} from the hub"
-            )
+            raise BadInput(f"task {task!r}: no {name} under {data_dir}; without --data-dir the hub's {hub[0]} is taken")
         return [json.loads(line) for line in found[0].read_text().splitlines() if line.strip()]
     from datasets import load_dataset
 

@@ -135,6 +135,7 @@ def check(q, k, v, log_decay, beta, S):
     (B, T, H, K), V = q.shape, v.size(-1)
     per_channel = log_decay is not None and log_decay.shape[-1:] != (1,)
     wanted = {
+        "q": (q, (B, T, H, K)),
         "k": (k, (B, T, H, K)),
         "v": (v, (B, T, H, V)),
         "log_decay": (log_decay, (B, T, H, K if per_channel else 1)),
@@ -184,16 +185,17 @@ def half_lives(shape, shortest=16, longest=512):
 class Mixer(nn.Module):
     """q, k, v projections -> short convolution -> the cell -> per-head norm -> gate -> output projection.
 
-    A mixer is a subclass: `decay` and `write` say where it stands on the grid, `defaults` sets the options, `parts` makes
-    its extra parameters (started near the teacher) and `cell` turns (x, q, k, v) into (q, k, v, log_decay, beta).
+    A mixer is a subclass: `decay` and `write` say where it stands on the grid, `defaults` sets the options, `parts`
+    makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into (q, k, v, log_decay, beta).
 
-    Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), the identity at start;
-    rope = rotate q and k; norm = RMSNorm of each head's output; gate = None | "silu" | "sigmoid", 1 at start;
-    window = W > 0 adds softmax over the last W tokens and the first `sinks` ones, at constant state.
+    Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), identity at start;
+    rope = rotate q and k; gate = None | "silu" | "sigmoid", 1 at start; window = W > 0 adds softmax over the last W
+    tokens and the first `sinks` ones, at constant state; norm = RMSNorm of each head's output. The papers have norm on.
+    It is off here: a softmax head that has nothing to say says 0, which a normed head cannot (README has the numbers).
     """
 
     decay, write, defaults = "none", "add", {}
-    options = dict(conv=4, rope=False, norm=True, gate=None, window=0, sinks=4)
+    options = dict(conv=4, rope=False, norm=False, gate=None, window=0, sinks=4)
 
     def __init__(self, config, **options):
         super().__init__()
@@ -282,7 +284,7 @@ class Mixer(nn.Module):
         return [part.unflatten(-1, (-1, self.head_dim)) for part in y.squeeze(-1).mT.chunk(3, -1)]
 
     def matrix(self, x):
-        """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before the norm, by scan on v = 1."""
+        """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before the norm, window apart."""
         position = self.positions(x, {}, None)
         raw = [z.unflatten(-1, (-1, self.head_dim)) for z in (self.q(x), self.k(x), self.v(x))]
         q, k, v = self.convolve(raw, {}, {}, None)
@@ -304,7 +306,7 @@ def sliding_softmax(q, k, v, position, mask, window, sinks, old, new):
     """Softmax over the last `window` tokens and the first `sinks` of the sequence: linear in T, constant state.
 
     q, k, v (B, T, H, K) rotated -> (B, T, H, K). Queries go in blocks of `window`, each against its own block and the
-    one before. Without the first tokens, where a pretrained softmax parks its weight, it breaks down (arXiv 2309.17453).
+    one before. Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453).
     """
     B, T, H, K = q.shape
     mask = torch.ones(B, T, dtype=torch.bool, device=q.device) if mask is None else mask
@@ -364,7 +366,7 @@ def build(name, config, **options):
 
 @register
 class Softmax(Mixer):
-    """The teacher's row: causal softmax attention with rotary positions and shared key heads. Its state grows with T."""
+    """The teacher's row: causal softmax attention, rotary, with shared key heads. Its state grows with T."""
 
     decay = write = "softmax"
     options = {}
@@ -501,7 +503,7 @@ class Gated_Delta(Delta):
 
 @register
 class KDA(Gated_Delta):
-    """gated_delta with a decay per channel at rank head_dim; the sigmoid gate comes after the norm (arXiv 2510.26692)."""
+    """gated_delta with a decay per channel at rank head_dim; sigmoid gate after the norm (arXiv 2510.26692)."""
 
     decay, defaults = "channel", dict(gate="sigmoid")
 

@@ -217,7 +217,7 @@ class Tokenizer:
 
     @classmethod
     def from_merges(cls, tokens, merges, split, special, eos):
-        """tokens: text -> id in GPT-2's stand-ins; merges: pairs in order. tiktoken merges by id, so ids must follow."""
+        """tokens: text -> id in GPT-2's stand-ins; merges in order: tiktoken merges by id, so ids must follow them."""
         byte = byte_of_char()
         ranks = {bytes(byte[c] for c in t): i for t, i in tokens.items() if t not in special and set(t) <= set(byte)}
         made = [tokens["".join(pair.split(" ") if isinstance(pair, str) else pair)] for pair in merges]

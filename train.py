@@ -1,12 +1,12 @@
 """The only training loop: swap a teacher's attention for a linear mixer, distil, judge.
 
-    python train.py --mixer delta --size 140m                       the whole thing, with no other download than the teacher
+    python train.py --mixer delta --size 140m                       the whole thing; downloads nothing but the teacher
     python train.py --mixer gated_delta --window 64 --data book.txt a hybrid, on text of your own
     python train.py --mixer delta --size 140m --resume              go on after a kill, to the same bits
 
-Top to bottom: flags -> data -> the plan -> checkpoints -> the loop -> the scoreboard. Losses and recipes are in distill.py.
+Top to bottom: flags -> data -> the plan -> checkpoints -> the loop -> the scoreboard. Losses and recipes: distill.py.
 A run is a folder: args.json, metrics.jsonl, heldout.safetensors, step-N/ (a model that `evaluate.py` reads, and the
-optimizer), scores.json, loss.png. The random order of the data is a function of --seed and the step, nothing else.
+optimizer), scores.json, loss.png. The order of the data is a function of --seed and the step, nothing else.
 """
 
 import argparse
@@ -218,14 +218,14 @@ def prepare(args, tokenizer, needed):
     return windows[0], windows[1][shuffled]
 
 
-def batch_at(windows, step, args):
-    """Sequences of a step: rows of a permutation that --seed and the epoch fix, so a resumed run reads the same."""
-    places = torch.arange(step * args.batch, (step + 1) * args.batch)
+def batch_at(windows, step, batch, seed):
+    """Sequences of a step: rows of a permutation that seed and epoch fix, so that a resumed run reads the same."""
+    places = torch.arange(step * batch, (step + 1) * batch)
     rows = []
     for epoch in sorted({int(p) // len(windows) for p in places}):
-        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(args.seed * 1000 + epoch))
+        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed * 1000 + epoch))
         rows.append(order[places[places // len(windows) == epoch] % len(windows)])
-    return windows[torch.cat(rows)].to(args.device)
+    return windows[torch.cat(rows)]
 
 
 # ------------------------------------------------------------------ the plan
@@ -381,11 +381,11 @@ def train(args, folder, student, teacher, tokenizer, windows, held, steps, first
         if step == end:
             break
         lr = rate_at(stage, (step - start) / (stop - start))
-        losses = one_step(student, teacher, batch_at(windows, step, args), stage, optimizer, lr, args, dtype)
+        tokens = batch_at(windows, step, args.batch, args.seed).to(args.device)
+        losses = one_step(student, teacher, tokens, stage, optimizer, lr, args, dtype)
         speed = (step + 1 - first) * args.batch * args.context / (time.time() - began)
-        log.write(
-            json.dumps({"step": step, "stage": stage.loss, "lr": lr, "tokens_per_s": round(speed, 1)} | losses) + "\n"
-        )
+        facts = {"step": step, "stage": stage.loss, "lr": lr, "tokens_per_s": round(speed, 1)}
+        log.write(json.dumps(facts | losses) + "\n")
         bad = [name for name, value in losses.items() if not math.isfinite(value)]
         if bad:
             checkpoint(folder, step, student, tokenizer, optimizer)
@@ -484,9 +484,7 @@ def main():
         record(folder, args, teacher, held)
     if not newest and args.calibrate:
         with evaluate.autocast(args.device, dtype):
-            calibrate(
-                student, teacher, batch_at(windows, 0, argparse.Namespace(**vars(args) | {"batch": args.calibrate}))
-            )
+            calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
     first = int(newest.name.split("-")[1]) if newest else 0
     train(args, folder, student, teacher, tokenizer, windows, held, steps, first, dtype)
     finish(args, folder, student, teacher, tokenizer, held, dtype, (time.time() - began) / 60)
