@@ -45,7 +45,7 @@ def hidden(student, teacher, tokens, backward=None):
 
 
 def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperature=1.0, block=256):
-    """kl · KL(teacher ‖ student) + ce · CE of the next token, reported apart (2504.14366 eq. 3; temperature: 1503.02531).
+    """kl · KL(teacher ‖ student) + ce · CE of the next token, reported apart (2504.14366 eq. 3; 1503.02531).
 
     Every position but the last counts. The vocabulary is met `block` tokens at a time.
     """
@@ -137,14 +137,13 @@ RECIPES = {
         Stage("logits", 0.921, 3e-4, "linear", options={"kl": 1.0, "ce": 1.0}),
     ],
     "default": [
-        Stage("attention", 0.2, 1e-3, trains="mixers"),
-        Stage("logits", 0.8, 5e-4, "wsd"),
+        Stage("logits", 1.0, 2e-4, "linear"),
     ],
 }
 
 
 def trainable(student, trains):
-    """Set requires_grad by a stage's `trains` -> the names of what trains (a tied head goes by its embedding's name)."""
+    """Set requires_grad by a stage's `trains` -> the names of what trains (a tied head: its embedding's)."""
     chosen = {"mixers": lambda n: ".mixer." in n, "blocks": lambda n: n.startswith("blocks."), "all": lambda n: True}
     kept = [i for i, name in enumerate(student.config.mixers) if name == "softmax"] if trains == "mixers" else []
     names = []

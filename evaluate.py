@@ -112,7 +112,7 @@ def items_of(task, data_dir):
 
 @torch.no_grad()
 def likelihoods(model, tokenizer, pairs, *, batch=16, device="cpu"):
-    """[(context, continuation)] -> [(log-likelihood of the continuation, is it the greedy one)], sorted by length inside.
+    """[(context, continuation)] -> [(log-likelihood of the continuation, is it the greedy one)], same order.
 
     A pair longer than the model's context raises BadInput: nothing is cut in silence.
     """
@@ -163,7 +163,7 @@ def score(model, tokenizer, task, items, **how):
 
 
 def scoreboard(held, tasks=()):
-    """Rows (name, teacher, student, recovered) as a printed table. held: `heldout`'s; tasks: (name, teacher's, ours)."""
+    """Rows (name, teacher, student, recovered) as a table. held: `heldout`'s; tasks: (name, teacher's, ours)."""
     show = lambda pair, form=".3f": f"{pair[0]:{form}} ± {pair[1]:{form}}" if pair else "-"
     lines = [f"{'':<22}{'teacher':>18}{'student':>18}{'recovered':>12}"]
     if held:

@@ -475,9 +475,7 @@ def main():
     steps = plan(args, recipe)
     work = sum(flops_per_token(student, s) * (b - a) * args.batch * args.context for s, a, b in steps)
     state = sum(b.mixer.state_size() for b in student.blocks)
-    print(
-        f"plan: {steps[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats a sequence"
-    )
+    print(f"plan: {steps[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats")
     if newest:
         student = load(newest, device=args.device)[0]
     elif not folder.exists():
