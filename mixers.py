@@ -510,3 +510,23 @@ class KDA(Gated_Delta):
     def parts(self):
         Delta.parts(self)
         self.decay_parts(self.head_dim, rank=self.head_dim)
+
+
+def main():
+    """Print each mixer's place on the grid, its state and the largest difference between its forms."""
+    from types import SimpleNamespace
+
+    torch.manual_seed(0)
+    config = SimpleNamespace(width=576, heads=9, kv_heads=3, head_dim=64, rope_base=1e5, norm_eps=1e-5)
+    x = torch.randn(1, 200, config.width)
+    print(f"{'mixer':<12}{'decay':<9}{'write':<9}{'state (floats a layer)':>24}{'chunked − recurrent':>22}   source")
+    for name, cls in MIXERS.items():
+        mixer = build(name, config)
+        loop, fast = (mixer(x, form=form)[0] for form in ("recurrent", "chunked"))
+        state = "grows" if name == "softmax" else f"{mixer.state_size():,}"
+        source = cls.__doc__.rsplit("(", 1)[-1].rstrip(").") if "arXiv" in cls.__doc__ else ""
+        print(f"{name:<12}{cls.decay:<9}{cls.write:<9}{state:>24}{(loop - fast).abs().max():>22.1e}   {source}")
+
+
+if __name__ == "__main__":
+    main()

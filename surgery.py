@@ -124,6 +124,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
+        nn.init.normal_(self.embed.weight, std=0.02)  # a first loss near ln(vocab), not the 65 of std 1 and a tied head
         self.blocks = nn.ModuleList(Block(config, mixer) for mixer in config.mixers)
         self.norm = Norm(config)
         self.head = nn.Linear(config.width, config.vocab, bias=False)

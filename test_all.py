@@ -1,0 +1,819 @@
+"""One file of tests; each section is headed by the sentence it proves. No network, one core, fixed seeds.
+
+pytest test_all.py                 what an outside library must confirm skips where it is missing
+pytest test_all.py -m slow         kill -9, twenty times
+"""
+
+import copy
+import importlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import distill
+import evaluate
+import surgery
+import train
+from mixers import MIXERS, build, chunked, recurrent, rotate, scan
+
+CELLS = list(itertools.product(("none", "head", "channel"), ("add", "delta")))
+cells = pytest.mark.parametrize("decay, write", CELLS)
+decaying = pytest.mark.parametrize("decay, write", CELLS[2:])
+FORMS = {"recurrent": recurrent, "chunked": chunked}
+
+
+def close(got, wanted, tolerance=1e-10):
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def distance(got, wanted):
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+# ---------------------------------------------------------------- 1. The forms are one equation
+
+
+def draw(decay, write, T, *, B=2, H=2, K=6, V=5, level=None, strength=None, dtype=torch.float64):
+    """Arguments of a cell: unit keys sharing a direction, decays from 0 to -60 or all `level`, beta from 0, 1, 2."""
+    g = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    x = dict(q=random(B, T, H, K), k=F.normalize(random(B, 1, H, K) + 0.3 * random(B, T, H, K), dim=-1))
+    x |= dict(v=random(B, T, H, V), S=random(B, H, K, V))
+    if decay != "none":
+        shape = B, T, H, (1 if decay == "head" else K)
+        some = -60 * torch.rand(shape, generator=g, dtype=torch.float64) ** 8  # half of them above -0.25
+        x["log_decay"] = some if level is None else torch.full(shape, level, dtype=torch.float64)
+    if write == "delta":
+        beta = torch.randint(3, (B, T, H, 1), generator=g).double()
+        x["beta"] = beta if strength is None else torch.full_like(beta, strength)
+    return {name: z.to(dtype).requires_grad_() for name, z in x.items()}
+
+
+def run(form, x, **more):
+    """-> o, S and the gradient of every argument, by name."""
+    o, S = form(**x, **more)
+    g = torch.Generator().manual_seed(1)
+    loss = sum((z * torch.randn(z.shape, generator=g, dtype=torch.float64).to(z)).sum() for z in (o, S))
+    return dict(o=o.detach(), S_out=S.detach()) | dict(zip(x, torch.autograd.grad(loss, list(x.values()))))
+
+
+def same(x, tolerance, chunk):
+    got, wanted = run(chunked, x, chunk=chunk), run(recurrent, x)
+    for name in wanted:
+        assert got[name].isfinite().all(), name
+        close(got[name], wanted[name], tolerance)
+
+
+@cells
+@pytest.mark.parametrize("C, T", [(C, T) for C in (16, 64) for T in (1, 2, 3, C - 1, C, C + 1, 3 * C + 5)])
+def test_chunked_is_recurrent(decay, write, C, T):
+    same(draw(decay, write, T), 1e-10, C)
+
+
+@decaying
+@pytest.mark.parametrize("C", (16, 32, 64))
+@pytest.mark.parametrize("level", ("one at -60", -2.0, -20.0, -60.0))
+def test_strong_decay_float32(decay, write, C, level):
+    x = draw(decay, write, 2 * C + 5, strength=1.0, level=-0.1 if level == "one at -60" else level, dtype=torch.float32)
+    if level == "one at -60":  # one head, or one channel of one head
+        x["log_decay"].data[:, :, 0, 0] = -60
+    same(x, 2e-5, C)
+
+
+@cells
+def test_float32_is_accurate(decay, write):
+    x = draw(decay, write, 256, K=16, V=16, level=-1e-3, strength=1.0)
+    got, wanted = run(chunked, {name: z.float() for name, z in x.items()}), run(recurrent, x)
+    errors = {name: distance(got[name], wanted[name]) for name in wanted}
+    assert max(errors.values()) < 5e-6, errors
+
+
+@cells
+def test_gradcheck(decay, write):
+    x = draw(decay, write, 8 + 3, B=1, H=1, K=2, V=3, level=-0.5)
+    form = lambda *values: chunked(**dict(zip(x, values)), chunk=8)
+    assert torch.autograd.gradcheck(form, tuple(x.values()))
+
+
+@pytest.mark.parametrize("form", FORMS.values())
+@pytest.mark.parametrize("write", ("add", "delta"))
+def test_cells_contain_each_other(form, write):
+    x, decayed = draw("none", write, 133), draw("head", write, 133)
+    for got, wanted in zip(form(**x, log_decay=torch.zeros(2, 133, 2, 1)), form(**x)):
+        assert torch.equal(got, wanted)
+    wide = decayed | {"log_decay": decayed["log_decay"].expand(-1, -1, -1, 6)}
+    for got, wanted in zip(form(**wide), form(**decayed)):
+        close(got, wanted, 1e-12)
+
+
+@cells
+@pytest.mark.parametrize("first, then", list(itertools.product(FORMS, FORMS)))
+def test_state_passes_between_forms(decay, write, first, then):
+    x = draw(decay, write, 100)
+    cut = lambda part: {name: z[:, part] for name, z in x.items() if name != "S"}
+    o, S = FORMS[first](**cut(slice(0, 70)), S=x["S"])
+    rest, S = FORMS[then](**cut(slice(70, 100)), S=S)
+    close(torch.cat([o, rest], 1), recurrent(**x)[0])
+    close(S, recurrent(**x)[1])
+
+
+@torch.no_grad()
+@cells
+def test_beyond_65536_tokens(decay, write):
+    x, T = draw(decay, write, 65537, B=1, H=1, K=2, V=2, level=-1e-4), 65537 - 100
+    S = chunked(**{name: z[:, :T] if name != "S" else z for name, z in x.items()})[1]
+    tail = recurrent(**{name: z[:, T:] if name != "S" else S for name, z in x.items()})
+    o, S = chunked(**x)
+    close(o[:, T:], tail[0], 1e-9)
+    close(S, tail[1], 1e-9)
+
+
+@cells
+@pytest.mark.parametrize("form", FORMS.values())
+def test_zeros_are_no_tokens(decay, write, form):
+    x, at = draw(decay, write, 40), torch.arange(40) * 2 + 3  # zeros before, between and after
+    wide = lambda z: torch.zeros(2, 90, *z.shape[2:], dtype=z.dtype).index_copy(1, at, z)
+    o, S = form(**{name: z if name == "S" else wide(z) for name, z in x.items()})
+    close(o[:, at], form(**x)[0], 1e-12)
+    close(S, form(**x)[1], 1e-12)
+
+
+DAMAGE = dict(rank=lambda x: x[0], dtype=lambda x: x.long(), device=lambda x: x.to("meta"), rows=lambda x: x[:, 1:])
+DAMAGE |= dict(empty=lambda x: x[:, :0], width=lambda x: x[..., 1:], layout=lambda x: x.mT, flat=lambda x: x[..., 0])
+ARGUMENTS = ("k", "v", "log_decay", "beta", "S")
+WRONG = [(name, kind) for name in ARGUMENTS for kind in ("rank", "dtype", "device", "rows")]
+WRONG += [("q", "rank"), ("q", "dtype"), ("q", "empty"), ("k", "width"), ("log_decay", "width"), ("log_decay", "flat")]
+WRONG += [("beta", "width"), ("beta", "flat"), ("S", "layout")]
+
+
+@pytest.mark.parametrize("form", FORMS.values())
+@pytest.mark.parametrize("name, kind", WRONG)
+def test_wrong_arguments_are_named(form, name, kind):
+    x = {n: z.detach() for n, z in draw("channel", "delta", 5).items()}
+    with pytest.raises(ValueError, match=rf"^(q, )?{name}[:,].* wanted .* got "):
+        form(**x | {name: DAMAGE[kind](x[name])})
+
+
+def test_wrong_options_are_named():
+    x = draw("none", "add", 5)
+    with pytest.raises(ValueError, match="^chunk: .* 48"):
+        chunked(**x, chunk=48)
+    with pytest.raises(ValueError, match="^form: .*'loop'"):
+        scan(**x, form="loop")
+    with pytest.raises(ValueError, match="^mixer 'none'"):
+        build("none", CONFIG)
+    with pytest.raises(ValueError, match="window"):
+        build("delta", CONFIG, widow=4)
+
+
+@cells
+@pytest.mark.parametrize("form", FORMS.values())
+def test_bfloat16_inputs(decay, write, form):
+    x = {name: z.bfloat16() for name, z in draw(decay, write, 70, level=-0.1, strength=1.0).items()}
+    o, S = form(**x)
+    assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
+    exact = recurrent(**{name: z.double() for name, z in x.items()})
+    assert distance(S, exact[1]) < 5e-6 and distance(o, exact[0]) < 2**-8
+
+
+PEERS = {
+    ("none", "add"): ("linear_attn", "naive_recurrent_linear_attn", "q k v"),
+    ("none", "delta"): ("delta_rule", "delta_rule_recurrence", "q k v beta"),
+    ("head", "add"): ("simple_gla", "naive_recurrent_simple_gla", "q k v log_decay"),
+    ("head", "delta"): ("gated_delta_rule", "naive_recurrent_gated_delta_rule", "q k v beta log_decay"),
+    ("channel", "add"): ("gla", "naive_recurrent_gla", "q k v log_decay"),
+    ("channel", "delta"): ("kda", "naive_recurrent_kda", "q k v log_decay beta"),
+}
+
+
+@cells
+def test_agrees_with_flash_linear_attention(decay, write):
+    pytest.importorskip("fla", reason="optional: pip install flash-linear-attention")
+    folder, name, arguments = PEERS[decay, write]
+    x = {name: z.detach() for name, z in draw(decay, write, 70, level=-0.1, strength=0.7, dtype=torch.float32).items()}
+    wanted, S = recurrent(**x | {"q": x["q"] * 6**-0.5})
+    # theirs: one number per head has no last axis, and the oldest function puts heads before time
+    theirs = [x[a][..., 0] if x[a].size(-1) == 1 else x[a] for a in arguments.split()]
+    theirs = [z.transpose(1, 2) for z in theirs] if folder == "delta_rule" else theirs
+    form = getattr(importlib.import_module(f"fla.ops.{folder}.naive"), name)
+    o, final = form(*theirs, initial_state=x["S"], output_final_state=True)
+    close(o.transpose(1, 2) if folder == "delta_rule" else o, wanted, 1e-5)
+    close(final, S, 1e-5)
+
+
+# ---------------------------------------------------------------- 2. A mixer is its cell on every path
+
+CONFIG = types.SimpleNamespace(width=24, heads=3, kv_heads=1, head_dim=8, rope_base=1e4, norm_eps=1e-5)
+mixers = pytest.mark.parametrize("name", MIXERS)
+paths = pytest.mark.parametrize(
+    "name, options", [(n, o) for n in MIXERS for o in ({}, dict(window=4, sinks=2)) if n != "softmax" or not o]
+)
+
+
+def make(name, options=None, *, moved=True):
+    """A float64 mixer; moved: every parameter a little off its start, where taps and gates would do nothing."""
+    torch.manual_seed(0)
+    mixer = build(name, CONFIG, **options or {})
+    with torch.no_grad():
+        for p in mixer.parameters() if moved else ():
+            p += 0.2 * torch.randn_like(p)
+    return mixer.double()
+
+
+def tokens(T, B=2):
+    return torch.randn(B, T, CONFIG.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def pieces(mixer, x, sizes, state=None, **more):
+    parts = []
+    for part in x.split(sizes, 1):
+        y, state = mixer(part, state, **more)
+        parts.append(y)
+    return torch.cat(parts, 1), state
+
+
+@torch.no_grad()
+@paths
+@pytest.mark.parametrize("sizes, form", [([1] * 16, "auto"), ([5, 1, 7, 3], "auto"), ([16], "recurrent")])
+def test_pieces_are_one_pass(name, options, sizes, form):
+    mixer, x = make(name, options), tokens(16)
+    wanted, end = mixer(x, form="chunked")
+    got, state = pieces(mixer, x, sizes, form=form)
+    close(got, wanted)
+    assert state.keys() == end.keys()
+    for part in end:
+        close(state[part], end[part])
+
+
+@torch.no_grad()
+@paths
+def test_causal(name, options):
+    mixer, x = make(name, options), tokens(16)
+    other = torch.cat([x[:, :9], -x[:, 9:]], 1)
+    a, b = mixer(x)[0], mixer(other)[0]
+    close(a[:, :9], b[:, :9], 1e-12)
+    assert (a[:, 9:] - b[:, 9:]).abs().amax(-1).min() > 1e-6
+
+
+LAYOUTS = {  # prompts of two sequences in pieces; 1 = a token, 0 = padding
+    "left": ["000111111111 111111111111"],
+    "right": ["111111111000 111111111111"],
+    "mixed": ["010110111010 111011000111"],
+    "right, then left": ["111111100 111111111", "0001 0111"],
+    "a piece without tokens": ["0000111 0110101", "000 110", "01 00", "1 0", "11111110 01111111"],
+}
+
+
+@torch.no_grad()
+@paths
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_padding_changes_nothing(name, options, layout):
+    mixer, x, state, start = make(name, options), tokens(40), None, [0, 0]
+    alone = [mixer(row[None])[0][0] for row in x]
+    for piece in layout:
+        mask = torch.tensor([[c == "1" for c in row] for row in piece.split()])
+        padded = 1e3 * torch.randn(*mask.shape, CONFIG.width, dtype=x.dtype)
+        stop = [a + n for a, n in zip(start, mask.sum(1).tolist())]
+        padded[mask] = torch.cat([row[a:b] for row, a, b in zip(x, start, stop)])
+        y, state = mixer(padded, state, mask=mask)
+        assert y.isfinite().all()
+        close(y[mask], torch.cat([row[a:b] for row, a, b in zip(alone, start, stop)]))
+        start = stop
+    for t in range(10):  # decode without a mask
+        y, state = mixer(torch.stack([row[a + t] for row, a in zip(x, start)])[:, None], state)
+        close(y[:, 0], torch.stack([row[a + t] for row, a in zip(alone, start)]))
+
+
+@paths
+@pytest.mark.parametrize("T", (1, 2, 3))
+def test_gradients_of_pieces_shorter_than_the_taps(name, options, T):
+    mixer, x = make(name, options), tokens(2 + 2 * T).requires_grad_()
+    wanted = lambda y: torch.autograd.grad((y * tokens(2 + 2 * T).roll(1, 0)).sum(), [x, *mixer.parameters()])
+    one, cut = mixer(x)[0], pieces(mixer, x, [2, T, T])[0]
+    close(cut, one)
+    for got, want in zip(wanted(cut), wanted(one)):
+        close(got, want)
+
+
+@paths
+@pytest.mark.parametrize("moved", (False, True))
+def test_every_parameter_learns(name, options, moved):
+    mixer = make(name, options, moved=moved).float()
+    y = mixer(tokens(12).float())[0]
+    y.square().sum().backward()
+    for part, p in mixer.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0, part
+
+
+@torch.no_grad()
+@paths
+def test_bfloat16_module(name, options):
+    mixer = make(name, options, moved=False).bfloat16()
+    assert all(p.isfinite().all() for p in mixer.state_dict().values())
+    y, _ = mixer(tokens(12).bfloat16())
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()
+    assert distance(y, make(name, options, moved=False)(tokens(12))[0]) < 0.03
+
+
+def decay_gradients(name, enabled):
+    """-> the gradient of log_decay itself and that of the parameters that make it, as one vector.
+
+    One vector, because a sum over all tokens such as A_log's may cancel to nearly 0 and has no relative error then.
+    """
+    mixer, kept, x = make(name).float(), [], tokens(150).float()
+    cell = mixer.cell
+    mixer.cell = lambda *inputs: (kept.extend(cell(*inputs)), kept[3].retain_grad(), kept)[-1]
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        y = mixer(x)[0]
+    (y.float() * x.roll(1, 0)).sum().backward()
+    makers = ("down", "up", "dt", "A_log", "dt_bias")
+    parts = [p.grad.flatten() for n, p in mixer.named_parameters() if n.split(".")[0] in makers]
+    return kept[3].grad, torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", [n for n, m in MIXERS.items() if m.decay in ("head", "channel") and n != "retnet"])
+def test_decay_gradient_under_bfloat16_autocast(name):
+    for got, wanted in zip(decay_gradients(name, True), decay_gradients(name, False)):
+        assert distance(got, wanted) < 0.02
+
+
+@torch.no_grad()
+@paths
+def test_state_size(name, options):
+    mixer, floats = make(name, options), lambda s: sum(z.numel() for z in s.values() if z.is_floating_point()) // 2
+    for T in (1, 8, 40):
+        wanted = mixer.state_size(T) if name == "softmax" else mixer.state_size()
+        assert floats(mixer(tokens(T))[1]) == wanted
+
+
+@torch.no_grad()
+@mixers
+def test_matrix(name):
+    plain, x = {} if name == "softmax" else dict(norm=False, gate=None, conv=0), tokens(12)
+    for options in ({}, plain):
+        mixer = make(name, options)
+        A = mixer.matrix(x)  # (B, H, T, T)
+        assert A.shape == (2, 3, 12, 12) and torch.equal(A, A.tril())
+    v = mixer.v(x).unflatten(-1, (-1, 8)).transpose(1, 2)  # (B, H | 1, T, K)
+    o = (A @ v).transpose(1, 2)
+    if name == "softmax":
+        close(A.sum(-1), torch.ones(2, 3, 12, dtype=A.dtype), 1e-12)
+    else:
+        o = o * mixer.scale
+    close(mixer(x)[0], mixer.o(o.flatten(2)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window, sinks", [(20, 4), (16, 0), (4, 0), (4, 2), (1, 0), (1, 3), (5, 7)])
+@pytest.mark.parametrize("T", (1, 3, 16))
+def test_window_is_masked_softmax(window, sinks, T):
+    teacher, mixer, x = make("softmax"), make("delta", dict(window=window, sinks=sinks)), tokens(T)
+    mixer.q.weight, mixer.o.weight = teacher.q.weight, teacher.o.weight
+    for mine, shared in ((mixer.k, teacher.k), (mixer.v, teacher.v)):
+        mine.weight[:] = shared.weight.view(1, 8, 24).repeat_interleave(3, 0).flatten(0, 1)
+    mixer.scale.zero_()  # the recurrent half says nothing
+    q, k, v = (z(x).unflatten(-1, (-1, 8)) for z in (mixer.q, mixer.k, mixer.v))
+    q, k = (rotate(z, torch.arange(T)[None], CONFIG.rope_base) for z in (q, k))
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    allowed = (j <= i) & ((i - j < window) | (j < sinks))
+    A = torch.einsum("bihk,bjhk->bhij", q, k) * 8**-0.5
+    A = A.masked_fill(~allowed, -torch.inf).softmax(-1)
+    close(mixer(x)[0], mixer.o(torch.einsum("bhij,bjhk->bihk", A, v).flatten(2)), 1e-12)
+    if window >= T:
+        close(mixer(x)[0], teacher(x)[0], 1e-12)
+
+
+# ---------------------------------------------------------------- 3. A teacher comes in whole, and a student goes out
+# Every weight has one place, logits equal an independent implementation's, and what was saved is what is loaded.
+
+CACHED = surgery.CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
+needs_teacher = pytest.mark.skipif(not CACHED.exists(), reason="the teacher is not cached; train.py fetches it")
+BYTES = {bytes([b]): b for b in range(256)}
+
+
+def tiny_teacher(**changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab=257, width=24, layers=2, heads=6, kv_heads=2, head_dim=4, ffn=32, context=64)
+    model = surgery.Transformer(surgery.Config(**sizes | changes))
+    return model, surgery.Tokenizer(BYTES, surgery.GPT2_SPLIT, {"<|endoftext|>": 256}, 256)
+
+
+@pytest.fixture
+def teacher_folder(tmp_path):
+    surgery.save(*tiny_teacher(), tmp_path / "teacher")
+    return tmp_path / "teacher"
+
+
+def tokenizer_json(folder, vocab=300):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pre = tokenizers.pre_tokenizers
+    made.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = pre.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, special_tokens=["<|end|>"])
+    made.train_from_iterator([surgery.__doc__, train.__doc__], trainer)
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("heads, kv_heads", [(9, 3), (4, 2), (4, 1)])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_oracle_llama_folder(tmp_path, tied, heads, kv_heads, shard):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=300, hidden_size=8 * heads, intermediate_size=40, num_hidden_layers=3)
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied, rope_theta=5e4
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size=shard)
+    reference = tokenizer_json(tmp_path)
+    ours, tokenizer = surgery.load_teacher(tmp_path)
+    ids = torch.randint(0, 300, (3, 37))
+    assert (ours(ids)[0] - theirs(ids).logits).abs().max() < 1e-4
+    prompt = reference.encode("what 42 is, é").ids
+    assert tokenizer.encode("what 42 is, é") == prompt and tokenizer.decode(prompt) == "what 42 is, é"
+    greedy = theirs.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None)
+    assert list(ours.generate(prompt, 30)) == greedy[0, len(prompt) :].tolist()
+
+
+@needs_teacher
+def test_oracle_packaged_teacher():
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(CACHED.parent, gguf_file=CACHED.name, dtype=torch.float32)
+    ours, tokenizer = surgery.load_teacher(CACHED)
+    ids = torch.tensor([tokenizer.encode(surgery.__doc__)[:200]])
+    with torch.no_grad():
+        assert (ours(ids)[0] - theirs(ids).logits).abs().max() < 1e-4
+
+
+@needs_teacher
+def test_oracle_packaged_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    gguf = pytest.importorskip("gguf")
+    fields = {k: f.contents() for k, f in gguf.GGUFReader(CACHED).fields.items() if "tokens" in k or "merges" in k}
+    vocab = {t: i for i, t in enumerate(fields["tokenizer.ggml.tokens"])}
+    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"]]
+    reference = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    pre = tokenizers.pre_tokenizers
+    reference.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    tokenizer = surgery.load_teacher(CACHED)[1]
+    texts = [*itertools.islice(train.documentation(), 20), "año 1234,5  \n\n x\t7 8's 漢字 🙂\r\n   end  "]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text).ids and tokenizer.decode(ids) == text
+    for b in range(256):
+        assert all(i < 49152 for i in tokenizer.encode(bytes([b]).decode("latin-1") + "\x00\x01\x07"))
+
+
+@needs_teacher
+def test_packaged_teacher_knows_paris():
+    teacher, tokenizer = surgery.load_teacher(CACHED)
+    assert tokenizer.decode(list(teacher.generate(tokenizer.encode("The capital of France is"), 2))) == " Paris."
+
+
+def test_bytes_without_a_token_are_dropped():
+    ranks = {b: i for b, i in BYTES.items() if i not in (0, 7, 0xF5)}
+    tokenizer = surgery.Tokenizer(ranks, surgery.DIGIT_SPLIT, {"<|endoftext|>": 256}, 256)
+    assert tokenizer.decode(tokenizer.encode("a\0b\x07c é")) == "abc é"
+    assert tokenizer.encode("<|endoftext|>") != [256] == tokenizer.encode("<|endoftext|>", special=True)
+
+
+def test_merges_that_tiktoken_would_order_otherwise_are_refused():
+    with pytest.raises(surgery.BadInput, match="grow along the merges"):
+        surgery.Tokenizer.from_merges({"a": 0, "b": 1, "ab": 3, "ba": 2}, ["a b", "b a"], surgery.GPT2_SPLIT, {}, 0)
+
+
+def test_softmax_student_is_the_teacher_bit_for_bit():
+    teacher, _ = tiny_teacher()
+    ids = torch.randint(0, 257, (2, 20))
+    for student in (surgery.linearize(teacher, "softmax"), surgery.linearize(teacher, "delta", keep=(0, 1))):
+        assert torch.equal(student(ids)[0], teacher(ids)[0])
+        for name, stage in distill.STAGES.items():
+            assert name == "ce" or sum(v for k, v in stage(student, teacher, ids).items() if k != "ce") == 0
+
+
+def test_untouched_layers_share_memory():
+    teacher, _ = tiny_teacher()
+    student = surgery.linearize(teacher, "gla")
+    theirs = {p.data_ptr() for p in teacher.parameters()}
+    for name, p in student.named_parameters():
+        assert (p.data_ptr() in theirs) == (student.origin[name] == "shared") == (".mixer." not in name)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (9, 3)])
+def test_grouped_heads_are_repeated_whole(heads, kv_heads):
+    teacher, _ = tiny_teacher(heads=heads, kv_heads=kv_heads)
+    teacher, x = teacher.double(), torch.randn(2, 5, 24, dtype=torch.float64)
+    for old, new in zip(teacher.blocks, surgery.linearize(teacher, "delta").blocks):
+        k = old.mixer.k(x).unflatten(-1, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 2)
+        close(new.mixer.k(x).unflatten(-1, (heads, -1)), k, 1e-12)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_saved_is_loaded(tmp_path, name):
+    teacher, tokenizer = tiny_teacher()
+    student = surgery.linearize(teacher, name, window=4 if name == "delta" else 0)
+    surgery.save(student, tokenizer, tmp_path / "run" / "step-3")
+    again, tokenizer2 = surgery.load(tmp_path / "run")
+    ids = torch.randint(0, 257, (2, 20))
+    assert torch.equal(student(ids)[0], again(ids)[0]) and tokenizer2.encode("é 1") == tokenizer.encode("é 1")
+
+
+def test_generate_follows_its_seed_and_its_argmax():
+    model = surgery.linearize(tiny_teacher()[0], "delta", window=4)
+    how = dict(temperature=1.0, top_k=50, top_p=0.9)
+    runs = [list(model.generate([1, 2, 3], 12, seed=seed, **how)) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] and len({tuple(r) for r in runs}) == 2
+    ids = [1, 2, 3]
+    for token in model.generate([1, 2, 3], 12):
+        assert token == model(torch.tensor([ids]))[0][0, -1].argmax()
+        ids.append(token)
+
+
+def test_damaged_models_are_refused(teacher_folder, tmp_path):
+    weights = teacher_folder / "model.safetensors"
+    whole, config = weights.read_bytes(), (teacher_folder / "config.json").read_text()
+    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 40)
+    with pytest.raises(surgery.BadInput, match="download it again"):
+        surgery.load_teacher(tmp_path / "short.gguf")
+    for size in (0, 5, len(whole) // 2):
+        weights.write_bytes(whole[:size])
+        with pytest.raises(surgery.BadInput, match="damaged or not whole"):
+            surgery.load_teacher(teacher_folder)
+    weights.write_bytes(whole)
+    for change in (('"width": 24', '"width": 25'), ('"layers": 2', '"layers": 3'), ('"ffn": 32', '"ffn": 31')):
+        (teacher_folder / "config.json").write_text(config.replace(*change))
+        with pytest.raises(surgery.BadInput, match="contradict|by its config"):
+            surgery.load_teacher(teacher_folder)
+
+
+# ---------------------------------------------------------------- 4. A stage is a mean per token, whatever the pieces
+
+
+@pytest.mark.parametrize("name", distill.STAGES)
+def test_shares_add_up_to_the_whole_gradient(name):
+    teacher, _ = tiny_teacher()
+    ids, grads = torch.randint(0, 257, (2, 20)), []
+    student = surgery.linearize(teacher, "gated_delta").double()
+    teacher = copy.deepcopy(tiny_teacher()[0]).double()
+    for backward in (None, lambda loss: loss.backward()):
+        student.zero_grad()
+        kwargs = {"block": 7} if name in ("logits", "ce") else {}
+        loss = distill.STAGES[name](student, teacher, ids, backward, **kwargs)["loss"]
+        if backward is None:
+            loss.backward()
+        grads.append([p.grad.clone() for p in student.parameters() if p.grad is not None])
+        assert loss > 0
+    assert len(grads[0]) == len(grads[1]) > 0
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", distill.STAGES)
+def test_losses_do_not_grow_with_the_batch(name):
+    teacher, _ = tiny_teacher()
+    student, ids = surgery.linearize(teacher, "delta"), torch.randint(0, 257, (2, 20))
+    one, two = (distill.STAGES[name](student, teacher, x)["loss"] for x in (ids, ids.repeat(2, 1)))
+    torch.testing.assert_close(one, two)
+
+
+def test_kl_and_ce_by_hand():
+    class Fixed(torch.nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.rows, self.head = torch.tensor(rows).log(), torch.nn.Identity()
+
+        def trunk(self, tokens):
+            return self.rows[None], None
+
+    student, teacher = Fixed([[0.5, 0.5], [0.25, 0.75], [1, 1]]), Fixed([[0.9, 0.1], [0.5, 0.5], [1, 1]])
+    losses = distill.logits(student, teacher, torch.tensor([[0, 1, 0]]), kl=1.0, ce=1.0)
+    kl = (0.9 * math.log(1.8) + 0.1 * math.log(0.2) + 0.5 * math.log(2) + 0.5 * math.log(2 / 3)) / 2
+    ce = -(math.log(0.5) + math.log(0.25)) / 2
+    assert losses["kl"] == pytest.approx(kl, abs=1e-6) and losses["ce"] == pytest.approx(ce, abs=1e-6)
+    assert losses["loss"] == pytest.approx(kl + ce, abs=1e-6)
+
+
+@pytest.mark.parametrize("trains, inside", [("mixers", ".mixer."), ("blocks", "blocks."), ("all", "")])
+def test_only_what_a_stage_says_trains(trains, inside):
+    student = surgery.linearize(tiny_teacher()[0], "delta", keep=(1,))
+    names = distill.trainable(student, trains)
+    chosen = [n for n, _ in student.named_parameters() if inside in n and (trains != "mixers" or "blocks.0" in n)]
+    assert names == chosen == [n for n, p in student.named_parameters() if p.requires_grad]
+
+
+def test_calibration_solves_the_output_projection():
+    teacher, _ = tiny_teacher()
+    student, ids = surgery.linearize(teacher, "delta"), torch.randint(0, 257, (8, 40))
+    before = distill.attention(student, teacher, ids)["loss"]
+    distill.calibrate(student, teacher, ids, ridge=1e-4)
+    optimum = distill.attention(student, teacher, ids)["loss"]
+    assert optimum < before
+    student.zero_grad()
+    distill.attention(student, teacher, ids)["loss"].backward()
+    assert all(
+        block.mixer.o.weight.grad.abs().max() < 1e-2 * block.mixer.v.weight.grad.abs().max() + 1e-3
+        for block in student.blocks
+    )
+
+
+# ---------------------------------------------------------------- 5. A run ends in the same bits, whatever stopped it
+
+
+def command(folder, out, *more):
+    text = out.parent / "text.txt"
+    if not text.exists():
+        text.write_text("\n".join(f"{i} times {i} is {i * i}, said number {i}." for i in range(2000)))
+    fixed = ["--context", "16", "--tokens", "640", "--save-every", "5", "--calibrate", "2", "--precision", "fp32"]
+    return ["--teacher", str(folder), "--data", str(text), "--out", str(out), "--device", "cpu", *fixed, *more]
+
+
+def call(script, monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, words)])
+    script.main()
+
+
+def weights_of(out):
+    return load_file(surgery.find_checkpoint(out) / "model.safetensors")
+
+
+def test_interrupted_is_uninterrupted(teacher_folder, tmp_path, monkeypatch):
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "whole"))
+    step = train.one_step
+
+    def dies(*args):
+        dies.left -= 1
+        if not dies.left:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    dies.left = 8
+    monkeypatch.setattr(train, "one_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "cut"))
+    monkeypatch.setattr(train, "one_step", step)
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "cut"), "--resume")
+    whole, cut = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    scores = [json.loads((tmp_path / out / "scores.json").read_text())["kl"] for out in ("whole", "cut")]
+    assert scores[0] == scores[1] and (tmp_path / "cut" / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_kill_minus_nine(teacher_folder, tmp_path, monkeypatch):
+    """20 kills at random moments, more of them inside saves as every step saves; then the bits of a quiet run."""
+    words = [w if w != "5" else "1" for w in command(teacher_folder, tmp_path / "killed")]
+    words[words.index("--tokens") + 1] = "6400"
+    call(train, monkeypatch, *[w if w != str(tmp_path / "killed") else str(tmp_path / "quiet") for w in words])
+    source, kills, random = Path(train.__file__), 0, torch.Generator().manual_seed(0)
+    while True:
+        resume = ["--resume"] if (tmp_path / "killed").exists() else []
+        process = subprocess.Popen([sys.executable, str(source), *words, *resume], stderr=subprocess.DEVNULL)
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        before = metrics.stat().st_size if metrics.exists() else 0
+        while process.poll() is None and (not metrics.exists() or metrics.stat().st_size <= before):
+            time.sleep(0.01)
+        if kills < 20 and process.poll() is None:
+            time.sleep(torch.rand(1, generator=random).item() * 0.4)
+            process.kill()
+            kills += 1
+        if process.wait() == 0:
+            break
+        assert process.returncode == -9
+    assert kills >= 20
+    quiet, killed = weights_of(tmp_path / "quiet"), weights_of(tmp_path / "killed")
+    assert all(torch.equal(quiet[name], killed[name]) for name in quiet)
+
+
+def test_full_disk_keeps_the_last_checkpoint(teacher_folder, tmp_path, monkeypatch):
+    save = train.save
+
+    def full(model, tokenizer, folder):
+        save(model, tokenizer, folder)
+        if surgery.find_checkpoint(tmp_path / "run"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(train, "save", full)
+    with pytest.raises(surgery.BadInput, match="No space left .* step-00000005 is whole; make room and --resume"):
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))
+    assert [p.name for p in (tmp_path / "run").glob("step*")] == ["step-00000005"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(teacher_folder, tmp_path, monkeypatch):
+    stage = distill.STAGES["logits"]
+    calls = itertools.count(1)  # the first call is the validation before step 0
+    broken = lambda *a, **k: {n: v * (math.nan if next(calls) > 12 else 1) for n, v in stage(*a, **k).items()}
+    monkeypatch.setitem(distill.STAGES, "logits", broken)
+    with pytest.raises(surgery.BadInput, match=r"step 3, stage logits: loss is nan at lr"):
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))
+    assert all(w.isfinite().all() for w in weights_of(tmp_path / "run").values())
+
+
+BAD = {
+    "unknown mixer": (["--mixer", "gated_dleta"], "did you mean 'gated_delta'"),
+    "no data": (["--data", "missing.txt"], "no such file or folder"),
+    "empty data": (["--data", "EMPTY"], "give more text"),
+    "binary data": (["--data", "BINARY"], "give UTF-8 text"),
+    "short data": (["--data", "SHORT"], "less than one context"),
+    "no such teacher": (["--teacher", "missing.gguf"], "no such file or folder"),
+    "nothing to resume": (["--resume"], "no run in"),
+    "layer beyond": (["--keep", "7"], "layers go from 0 to 1"),
+    "unknown option": (["--option", "colour=3"], "wanted one of conv"),
+    "no number": (["--option", "conv"], "wanted 0,8,16 and NAME=VALUE"),
+    "no context": (["--context", "0"], "larger whole number"),
+}
+
+
+@pytest.mark.parametrize("words, sentence", BAD.values(), ids=BAD)
+def test_bad_input_is_one_sentence(teacher_folder, tmp_path, monkeypatch, capsys, words, sentence):
+    for name, data in (("EMPTY", b""), ("BINARY", b"\x7fELF\0\xff\xfe"), ("SHORT", b"a few words")):
+        (tmp_path / name).write_bytes(data)
+    words = [str(tmp_path / w) if w.isupper() else w for w in words]
+    monkeypatch.setattr(sys, "argv", ["train.py", *command(teacher_folder, tmp_path / "run"), *words])
+    with pytest.raises(SystemExit) as stop:
+        surgery.run(train.main)
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert stop.value.code == 2 and len(error) == 1 and sentence in error[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_overwritten_or_resumed_as_another(teacher_folder, tmp_path, monkeypatch):
+    words = command(teacher_folder, tmp_path / "run")
+    call(train, monkeypatch, *words)
+    with pytest.raises(surgery.BadInput, match="exists; add --resume"):
+        call(train, monkeypatch, *words)
+    with pytest.raises(surgery.BadInput, match="seed = 0, not 3"):
+        call(train, monkeypatch, *words, "--resume", "--seed", "3")
+
+
+def test_no_network_and_no_cache_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(surgery, "CACHE", tmp_path)
+    monkeypatch.setattr(surgery, "from_hub", lambda name, offline=False: None)
+    monkeypatch.setattr(surgery, "from_pypi", lambda target: None)
+    with pytest.raises(surgery.BadInput, match="not in a cache and the hub gave no"):
+        surgery.load_teacher("140m")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_every_kind_of_file_is_read(tmp_path, suffix):
+    texts, path = ["one text", "another, é"], tmp_path / f"data{suffix}"
+    if suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    else:
+        lines = [json.dumps({"text": t}) for t in texts]
+        path.write_text("\n<|endoftext|>\n".join(texts) if suffix == ".txt" else "\n".join(lines), encoding="utf-8")
+    assert list(train.documents(str(tmp_path))) == list(train.documents(str(path))) == texts
+
+
+# ---------------------------------------------------------------- 6. A score is the same alone and in a batch
+
+
+def test_heldout_of_the_teacher_itself():
+    teacher, _ = tiny_teacher()
+    scores = evaluate.heldout(teacher, teacher, torch.randint(0, 257, (3, 20)))
+    assert scores["kl"] == (0, 0) and scores["agreement"] == (1, 0) and scores["ce"] == scores["teacher_ce"]
+    assert scores["ce"][0] == pytest.approx(math.log(257), abs=0.5)
+
+
+def test_likelihoods_do_not_depend_on_the_batch():
+    model, tokenizer = tiny_teacher()
+    student = surgery.linearize(model, "delta", window=4)
+    pairs = [("a b", " c"), ("a longer context, and", " its end"), ("x", " y")]
+    for m in (model, student):
+        together = evaluate.likelihoods(m, tokenizer, pairs)
+        for (context, continuation), (found, _) in zip(pairs, together):
+            ids, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
+            log_p = m(torch.tensor([ids]))[0][0].log_softmax(-1)
+            assert found == pytest.approx(sum(log_p[i - 1, ids[i]].item() for i in range(start, len(ids))), abs=1e-4)
+    with pytest.raises(surgery.BadInput, match="model's context 64"):
+        evaluate.likelihoods(model, tokenizer, [("a" * 80, " b")])
+
+
+def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
+    piqa = {"query": "Q", "choices": ["x", "y"], "gold": 1}
+    items = {"lambada": {"context": "a b", "continuation": "c"}, "piqa": piqa}
+    for name, item in items.items():
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(item) + "\n") * 3)
+    call(evaluate, monkeypatch, teacher_folder, "--tasks", "lambada,piqa", "--data-dir", tmp_path)
+    printed = capsys.readouterr().out
+    assert "lambada (3) acc" in printed and "piqa (3) acc" in printed
+    with pytest.raises(surgery.BadInput, match="did you mean 'piqa'"):
+        call(evaluate, monkeypatch, teacher_folder, "--tasks", "pika")
