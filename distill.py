@@ -159,20 +159,21 @@ def trainable(student, trains):
 
 @torch.no_grad()
 def calibrate(student, teacher, tokens, *, ridge=0.1):
-    """Before any step: solve each layer's W_o so that the mixer's output is nearest to the teacher's attention output.
+    """Before any step: solve every layer's W_o so that the mixer's output is nearest to the teacher's attention output.
 
-    The attention stage is least squares in W_o, so one batch (B, T) gives its optimum:
-    W = (YᵀO + λW₀)(OᵀO + λI)⁻¹ with λ = ridge · mean diagonal of OᵀO and W₀ the teacher's. O: what W_o reads.
+    The attention stage is least squares in W_o, so one batch, tokens (B, T), gives its optimum:
+    W = (YᵀO + λW₀)(OᵀO + λI)⁻¹, O what W_o reads, Y the attention output, both from the teacher's hidden states, W₀ the
+    teacher's W_o, λ = ridge · mean diagonal of OᵀO. (The student's own hidden states in their place were worse.)
     """
     for ours, x, y, _, _ in layers(teacher, student, tokens):
         seen = []
         hook = ours.mixer.o.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         ours.mixer(x)
         hook.remove()
-        O, Y = seen[0].flatten(0, 1).double(), y.flatten(0, 1).double()
-        gram = O.T @ O
-        damp = ridge * gram.diagonal().mean()
-        W0 = ours.mixer.o.weight.double()
-        gram.diagonal().add_(damp)
-        ours.mixer.o.weight.copy_(torch.linalg.solve(gram, (Y.T @ O + damp * W0).T).T)
+        with torch.autocast(x.device.type, enabled=False):
+            O, Y, W0 = (z.double().flatten(0, -2) for z in (seen[0], y, ours.mixer.o.weight))
+            gram = O.T @ O
+            damp = ridge * gram.diagonal().mean()
+            gram.diagonal().add_(damp)
+            ours.mixer.o.weight.copy_(torch.linalg.solve(gram, O.T @ Y + damp * W0.T).T)
     torch.clear_autocast_cache()  # it may hold the weights from before
