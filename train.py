@@ -244,7 +244,7 @@ def flops_per_token(model, stage):
 def budget(model, recipe, device, dtype):
     """Tokens that take about ten minutes here: by cores and dtype, not by a clock, so that it repeats."""
     cores = min(torch.get_num_threads(), 16)
-    rate = cores * (170e9 if dtype == torch.bfloat16 else 50e9) if device == "cpu" else 5e13
+    rate = cores * (120e9 if dtype == torch.bfloat16 else 40e9) if device == "cpu" else 5e13
     per_token = sum(stage.tokens * flops_per_token(model, stage) for stage in recipe)
     return int(600 * rate / per_token / 10_000 + 1) * 10_000
 
