@@ -139,6 +139,9 @@ RECIPES = {
     "default": [  # after `calibrate`, which is the attention stage's optimum in W_o; every token goes to KL
         Stage("logits", 1.0, 7e-4, "linear"),
     ],
+    "hybrid": [  # starts so near (KL 0.2 with a 64-token window) that a large rate only leads away
+        Stage("logits", 1.0, 1e-4, "linear"),
+    ],
 }
 
 

@@ -644,6 +644,9 @@ def run(main):
     except (BadInput, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped by hand; a training run goes on with --resume", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -735,6 +735,8 @@ BAD = {
     "layer beyond": (["--keep", "7"], "layers go from 0 to 1"),
     "unknown option": (["--option", "colour=3"], "wanted one of conv"),
     "no number": (["--option", "conv"], "wanted 0,8,16 and NAME=VALUE"),
+    "no such device": (["--device", "abacus"], "try --device cpu"),
+    "no tokens": (["--tokens", "0"], "larger whole number"),
     "no context": (["--context", "0"], "larger whole number"),
 }
 

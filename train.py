@@ -61,13 +61,11 @@ def parser():
     g.add_argument("--data", help="text, jsonl or parquet file, folder, or hub name (default: installed documentation)")
     g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
     g = p.add_argument_group("training")
-    g.add_argument("--recipe", default="default", choices=RECIPES, help="stages, shares and rates (default default)")
+    g.add_argument("--recipe", choices=RECIPES, help="(default: default, or hybrid with --window or --keep)")
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
     g.add_argument("--batch", type=int, default=2, help="sequences a step (default 2)")
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
-    g.add_argument(
-        "--calibrate", type=int, default=16, help="sequences to solve W_o on at the start (default 16; 0: no)"
-    )
+    g.add_argument("--calibrate", type=int, help="sequences to solve W_o on first (default 16, a hybrid 0)")
     g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
     g = p.add_argument_group("run")
     g.add_argument("--out", help="folder of the run (default runs/MIXER-SIZE…)")
@@ -93,11 +91,18 @@ def read_flags():
     if args.mixer not in MIXERS:
         near = difflib.get_close_matches(args.mixer, MIXERS, 1) or list(MIXERS)[:1]
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
-    for name in ("context", "batch", "save_every"):
-        if getattr(args, name) < (2 if name == "context" else 1):
+    for name in ("context", "batch", "save_every", "tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < (2 if name == "context" else 1):
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted a larger whole number")
+    hybrid = args.window or args.keep
+    args.recipe = args.recipe or ("hybrid" if hybrid else "default")
+    args.calibrate = (0 if hybrid else 16) if args.calibrate is None else args.calibrate
     if args.window < 0 or args.calibrate < 0:
         raise BadInput(f"--window {args.window} and --calibrate {args.calibrate}: wanted 0 or more")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise BadInput(f"--device {args.device}: {str(error).splitlines()[0]}; try --device cpu") from None
     args.teacher = args.teacher or args.size
     window = f"-w{args.window}" if args.window else ""
     args.out = args.out or f"runs/{args.mixer}-{Path(args.teacher).stem.lower()}{window}-s{args.seed}"
@@ -192,15 +197,17 @@ def documentation():
 def prepare(args, tokenizer, needed):
     """-> (training windows, held-out windows), each (n, context) int64: the last 2% of every document are held out.
 
-    Documents are taken until `needed` tokens are there four times over; a run that needs more goes round again.
+    Documents are taken, in order, until there are 20M tokens or four times what is `needed`, whichever is more; a run
+    that needs more than there is goes round again.
     """
-    train, held, start = [], [], time.time()
+    train, held, total, start = [], [], 0, time.time()
     for text in documents(args.data):
         ids = tokenizer.encode(text) + [tokenizer.eos]
         cut = len(ids) - max(len(ids) // 50, 1)
         train.append(np.array(ids[:cut], np.int32))
         held.append(np.array(ids[cut:], np.int32))
-        if sum(map(len, train[-1:])) and sum(len(t) for t in train) > max(4 * needed, 20_000_000):
+        total += cut
+        if total > max(4 * needed, 20_000_000):
             break
     windows = []
     for part in (train, held):
@@ -341,7 +348,8 @@ def record(folder, args, teacher, tokens):
     """What must be known to repeat the run, before step 1."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True)
+    temporary = folder.with_name(folder.name + ".tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=sys.path[0])
     facts = {
         "source": teacher.config.source,
@@ -351,8 +359,9 @@ def record(folder, args, teacher, tokens):
         "threads": torch.get_num_threads(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    save_file({"tokens": tokens}, folder / "heldout.safetensors")
-    (folder / "args.json").write_text(json.dumps(vars(args) | facts, indent=1))
+    save_file({"tokens": tokens}, temporary / "heldout.safetensors")
+    (temporary / "args.json").write_text(json.dumps(vars(args) | facts, indent=1))
+    temporary.rename(folder)
 
 
 # ------------------------------------------------------------------ the loop
@@ -362,7 +371,7 @@ def train(args, folder, student, teacher, tokenizer, windows, held, steps, first
     """Every stage of `steps` from step `first` on: cheap validation -> save -> stop -> step -> log."""
     end, began, optimizer = steps[-1][2], time.time(), None
     bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True)
-    log = (folder / "metrics.jsonl").open("a", buffering=1)
+    log = reopen(folder / "metrics.jsonl", first)
     for step in range(first, end + 1):
         stage, start, stop = next((row for row in steps if row[1] <= step < row[2]), steps[-1])
         if optimizer is None or step == start:
@@ -396,6 +405,14 @@ def train(args, folder, student, teacher, tokenizer, windows, held, steps, first
         bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
         bar.update()
     bar.close()
+
+
+def reopen(path, first):
+    """metrics.jsonl to append to, without the rows of steps that a kill undid (its last line may be half)."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
+    path.write_text("".join(line + "\n" for line in kept))
+    return path.open("a", buffering=1)
 
 
 def one_step(student, teacher, tokens, stage, optimizer, lr, args, dtype):
