@@ -11,6 +11,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 import time
 import types
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 
 import distill
 import evaluate
+import mixers
 import surgery
 import train
 from mixers import MIXERS, build, chunked, recurrent, rotate, scan
@@ -214,7 +216,7 @@ def test_agrees_with_flash_linear_attention(decay, write):
 # ---------------------------------------------------------------- 2. A mixer is its cell on every path
 
 CONFIG = types.SimpleNamespace(width=24, heads=3, kv_heads=1, head_dim=8, rope_base=1e4, norm_eps=1e-5)
-mixers = pytest.mark.parametrize("name", MIXERS)
+every_mixer = pytest.mark.parametrize("name", MIXERS)
 paths = pytest.mark.parametrize(
     "name, options", [(n, o) for n in MIXERS for o in ({}, dict(window=4, sinks=2)) if n != "softmax" or not o]
 )
@@ -357,7 +359,7 @@ def test_state_size(name, options):
 
 
 @torch.no_grad()
-@mixers
+@every_mixer
 def test_matrix(name):
     plain, x = {} if name == "softmax" else dict(norm=False, gate=None, conv=0), tokens(12)
     for options in ({}, plain):
@@ -391,6 +393,19 @@ def test_window_is_masked_softmax(window, sinks, T):
     close(mixer(x)[0], mixer.o(torch.einsum("bhij,bjhk->bihk", A, v).flatten(2)), 1e-12)
     if window >= T:
         close(mixer(x)[0], teacher(x)[0], 1e-12)
+
+
+def test_the_mixer_that_readme_adds():
+    text = Path(mixers.__file__).with_name("README.md").read_text()
+    code = text[text.index("    @register") : text.index("`--mixer fading`")]
+    try:
+        exec(textwrap.dedent(code), vars(mixers))
+        student, ids = surgery.linearize(tiny_teacher()[0], "fading"), torch.randint(0, 257, (2, 20))
+        whole = student(ids)[0]
+        first, state = student(ids[:, :13])
+        close(torch.cat([first, student(ids[:, 13:], state)[0]], 1), whole, 1e-5)
+    finally:
+        MIXERS.pop("fading", None)
 
 
 # ---------------------------------------------------------------- 3. A teacher comes in whole, and a student goes out
@@ -524,7 +539,7 @@ def test_grouped_heads_are_repeated_whole(heads, kv_heads):
         close(new.mixer.k(x).unflatten(-1, (heads, -1)), k, 1e-12)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@every_mixer
 def test_saved_is_loaded(tmp_path, name):
     teacher, tokenizer = tiny_teacher()
     student = surgery.linearize(teacher, name, window=4 if name == "delta" else 0)
