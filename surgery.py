@@ -200,7 +200,8 @@ class Tokenizer:
         import tiktoken
 
         self.ranks, self.split, self.special, self.eos = ranks, split, special, eos
-        self.vocab = max([*ranks.values(), *special.values()]) + 1
+        self.known = {*ranks.values(), *special.values()}
+        self.vocab = max(self.known) + 1
         missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
         full = ranks | {b: self.vocab + i for i, b in enumerate(missing)}
         self.bpe = tiktoken.Encoding("teacher", pat_str=split, mergeable_ranks=full, special_tokens=special)
@@ -212,9 +213,7 @@ class Tokenizer:
 
     def decode(self, ids):
         """ids -> text; bytes that are no UTF-8 become U+FFFD."""
-        known = set(self.ranks.values()) | set(self.special.values()) if not hasattr(self, "known") else self.known
-        self.known = known
-        return self.bpe.decode([i for i in ids if i in known])
+        return self.bpe.decode([i for i in ids if i in self.known])
 
     @classmethod
     def from_merges(cls, tokens, merges, split, special, eos):
