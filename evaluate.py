@@ -164,7 +164,8 @@ def score(model, tokenizer, task, items, **how):
 
 def scoreboard(held, tasks=()):
     """Rows (name, teacher, student, recovered) as a table. held: `heldout`'s; tasks: (name, teacher's, ours)."""
-    show = lambda pair, form=".3f": f"{pair[0]:{form}} ± {pair[1]:{form}}" if pair else "-"
+    bound = lambda error, form: "" if math.isnan(error) else f" ± {error:{form}}"
+    show = lambda pair, form=".3f": f"{pair[0]:{form}}" + bound(pair[1], form)
     lines = [f"{'':<22}{'teacher':>18}{'student':>18}{'recovered':>12}"]
     if held:
         t, s = held["teacher_ce"], held["ce"]
