@@ -57,10 +57,8 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
     following = tokens[:, 1:].flatten()
     for rows in torch.arange(len(h), device=h.device).split(block):
         log_p = log_softmax(student.head(leaf[rows]), temperature)
-        with torch.no_grad() if not ce else torch.enable_grad():
-            terms = {
-                "ce": F.nll_loss(log_p, following[rows], reduction="sum") if temperature == 1 else log_p.new_zeros(())
-            }
+        nll = F.nll_loss(log_p if ce else log_p.detach(), following[rows], reduction="sum")
+        terms = {"ce": nll if temperature == 1 else 0 * nll}  # only the true distribution has a CE to speak of
         if kl:
             with torch.no_grad():
                 log_t = log_softmax(teacher.head(target[rows]), temperature)

@@ -191,7 +191,7 @@ class Mixer(nn.Module):
     Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), identity at start;
     rope = rotate q and k; gate = None | "silu" | "sigmoid", 1 at start; window = W > 0 adds softmax over the last W
     tokens and the first `sinks` ones, at constant state; norm = RMSNorm of each head's output. The papers have norm on.
-    It is off here: a softmax head that has nothing to say says 0, which a normed head cannot (README has the numbers).
+    It is off here: a softmax head with nothing to say says 0, which a normed head cannot (results/starts.md).
     """
 
     decay, write, defaults = "none", "add", {}
@@ -243,15 +243,11 @@ class Mixer(nn.Module):
         old, new = state or {}, {}
         position = self.positions(x, old, mask)
         new["position"] = position[:, -1:].expand(len(x), 1) + 1
-        raw = [z.unflatten(-1, (-1, self.head_dim)) for z in (self.q(x), self.k(x), self.v(x))]  # (B, T, H, K) each
-        q, k, v = self.convolve(raw, old, new, mask)
-        if self.rope:
-            q, k = (rotate(z, position, self.base) for z in (q, k))
-        q, k, v, log_decay, beta = self.cell(x, q, k, v)
+        raw, (q, k, v, log_decay, beta) = self.streams(x, position, old, new, mask)
         if mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
             k = k * mask[..., None, None]
             log_decay = None if log_decay is None else log_decay * mask[..., None, None]
-        o, new["S"] = scan(q * self.head_dim**-0.5, k, v, log_decay=log_decay, beta=beta, S=old.get("S"), form=form)
+        o, new["S"] = scan(q, k, v, log_decay=log_decay, beta=beta, S=old.get("S"), form=form)
         if self.norm:
             o = F.rms_norm(o, o.shape[-1:], eps=self.eps)
         o = o * self.scale.to(o.dtype)
@@ -262,6 +258,15 @@ class Mixer(nn.Module):
             q, k = (rotate(z, position, self.base) for z in raw[:2])
             o = o + sliding_softmax(q, k, raw[2], position, mask, self.window, self.sinks, old, new)
         return self.o(o.flatten(2)), new
+
+    def streams(self, x, position, old, new, mask):
+        """-> (q, k, v as projected, what `scan` takes: q scaled, k, v, log_decay, beta), (B, T, H, …) each."""
+        raw = [z.unflatten(-1, (-1, self.head_dim)) for z in (self.q(x), self.k(x), self.v(x))]
+        q, k, v = self.convolve(raw, old, new, mask)
+        if self.rope:
+            q, k = (rotate(z, position, self.base) for z in (q, k))
+        q, *rest = self.cell(x, q, k, v)
+        return raw, (q * self.head_dim**-0.5, *rest)
 
     def positions(self, x, old, mask):
         """-> (B | 1, T): how many real tokens came before each row."""
@@ -285,14 +290,9 @@ class Mixer(nn.Module):
 
     def matrix(self, x):
         """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before the norm, window apart."""
-        position = self.positions(x, {}, None)
-        raw = [z.unflatten(-1, (-1, self.head_dim)) for z in (self.q(x), self.k(x), self.v(x))]
-        q, k, v = self.convolve(raw, {}, {}, None)
-        if self.rope:
-            q, k = (rotate(z, position, self.base) for z in (q, k))
-        q, k, v, log_decay, beta = self.cell(x, q, k, v)
+        q, k, _, log_decay, beta = self.streams(x, self.positions(x, {}, None), {}, {}, None)[1]
         eye = torch.eye(x.size(1), dtype=q.dtype, device=x.device)[None, :, None].expand(len(x), -1, self.heads, -1)
-        return scan(q * self.head_dim**-0.5, k, eye, log_decay=log_decay, beta=beta)[0].transpose(1, 2)
+        return scan(q, k, eye, log_decay=log_decay, beta=beta)[0].transpose(1, 2)
 
     def state_size(self):
         """Floats that one layer carries per sequence while decoding."""
@@ -315,9 +315,8 @@ def sliding_softmax(q, k, v, position, mask, window, sinks, old, new):
         empty = k.new_zeros(B, window + sinks, H, K)
         old = {"keys": empty, "values": empty, "seen": mask.new_zeros(B, window)}
     first = ((position[:, None] == torch.arange(sinks, device=q.device)[:, None]) & mask[:, None]).to(k.dtype)
-    order = (
-        F.pad(mask, (window, 0), value=True).int().argsort(dim=1, stable=True)
-    )  # [ring, padding, new] -> padding first
+    # [ring, padding, new] -> padding first, so that it does not stand in the window
+    order = F.pad(mask, (window, 0), value=True).int().argsort(dim=1, stable=True)
     seen = take(torch.cat([old["seen"], mask], 1), order)
 
     def extend(kept, x):  # -> first tokens (B, sinks, H, K), the rest (B, window + T, H, K)

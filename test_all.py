@@ -635,16 +635,15 @@ def test_only_what_a_stage_says_trains(trains, inside):
 def test_calibration_solves_the_output_projection():
     teacher, _ = tiny_teacher()
     student, ids = surgery.linearize(teacher, "delta"), torch.randint(0, 257, (8, 40))
-    before = distill.attention(student, teacher, ids)["loss"]
-    distill.calibrate(student, teacher, ids, ridge=1e-8)
-    optimum = distill.attention(student, teacher, ids)["loss"]
-    assert optimum < before
-    student.zero_grad()
-    distill.attention(student, teacher, ids)["loss"].backward()
-    assert all(
-        block.mixer.o.weight.grad.abs().max() < 1e-2 * block.mixer.v.weight.grad.abs().max() + 1e-3
-        for block in student.blocks
-    )
+    found = []
+    for ridge in (None, 1e-8):
+        if ridge:
+            distill.calibrate(student, teacher, ids, ridge=ridge)
+        student.zero_grad()
+        loss = distill.attention(student, teacher, ids)["loss"]
+        loss.backward()
+        found.append((loss.item(), max(block.mixer.o.weight.grad.abs().max().item() for block in student.blocks)))
+    assert found[1][0] < found[0][0] and found[1][1] < 1e-3 * found[0][1]  # lower, and no slope is left in W_o
 
 
 # ---------------------------------------------------------------- 5. A run ends in the same bits, whatever stopped it

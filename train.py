@@ -61,7 +61,9 @@ def parser():
     g.add_argument("--data", help="text, jsonl or parquet file, folder, or hub name (default: installed documentation)")
     g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
     g = p.add_argument_group("training")
-    g.add_argument("--recipe", choices=RECIPES, help="(default: default, or hybrid with --window or --keep)")
+    g.add_argument(
+        "--recipe", choices=RECIPES, help="stages and rates (default: default; hybrid with --window or --keep)"
+    )
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
     g.add_argument("--batch", type=int, default=2, help="sequences a step (default 2)")
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
