@@ -44,7 +44,7 @@ def hidden(student, teacher, tokens, backward=None):
     return {"loss": sum(losses), "hidden": sum(losses)}
 
 
-def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperature=1.0, block=256):
+def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperature=1.0, block=512):
     """kl · KL(teacher ‖ student) + ce · CE of the next token, reported apart (2504.14366 eq. 3; 1503.02531).
 
     Every position but the last counts. The vocabulary is met `block` tokens at a time.
@@ -56,29 +56,55 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
     total, sums = 0.0, {"kl": 0.0, "ce": 0.0}
     following = tokens[:, 1:].flatten()
     for rows in torch.arange(len(h), device=h.device).split(block):
-        log_p = log_softmax(student.head(leaf[rows]), temperature)
-        nll = F.nll_loss(log_p if ce else log_p.detach(), following[rows], reduction="sum")
-        terms = {"ce": nll if temperature == 1 else 0 * nll}  # only the true distribution has a CE to speak of
-        if kl:
-            with torch.no_grad():
-                log_t = log_softmax(teacher.head(target[rows]), temperature)
-                p_t, log_t = log_t.exp().flatten(), log_t.flatten()
-            terms["kl"] = (torch.dot(p_t, log_t) - torch.dot(p_t, log_p.flatten())) * temperature**2
-        terms = {name: term / len(h) for name, term in terms.items()}
-        sums = {name: sums[name] + terms[name].detach() for name in terms}
-        total = total + share(sum({"kl": kl, "ce": ce}[name] * term for name, term in terms.items()), backward)
+        with torch.no_grad():
+            wanted = teacher.head(target[rows]) if kl else None
+        weights = kl / len(h), ce / len(h)
+        loss, *both = Divergence.apply(student.head(leaf[rows]), wanted, following[rows], *weights, temperature)
+        total = total + share(loss, backward)
+        sums = {name: sums[name] + value / len(h) for name, value in zip(sums, both)}
     if leaf is not h:
         h.backward(leaf.grad)
     return {"loss": total} | sums
 
 
+class Divergence(torch.autograd.Function):
+    """kl · temperature² KL(teacher ‖ student) + ce · CE, summed over rows, and both sums apart (no gradient).
+
+    logits, wanted (the teacher's, or None) (n, vocab), following (n,). Derived by hand, since autograd would pass over
+    the vocabulary twice as often: with p and t the softmax of both, dKL/dlogits = (p − t) / temperature and
+    dCE/dlogits = p − onehot. Only the distribution of temperature 1 has a CE; at another it counts 0.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, wanted, following, kl, ce, temperature):
+        log_p, ce = log_softmax(logits, temperature), ce * (temperature == 1)
+        far = log_p.new_zeros(())
+        nll = -log_p.gather(-1, following[:, None]).sum() * (temperature == 1)
+        if wanted is not None:
+            log_t = log_softmax(wanted, temperature)
+            t = log_t.exp()
+            far = (torch.dot(t.flatten(), log_t.flatten()) - torch.dot(t.flatten(), log_p.flatten())) * temperature**2
+        if ctx.needs_input_grad[0]:
+            grad = log_p.exp_().mul_(kl * temperature + ce)
+            if wanted is not None:
+                grad.sub_(t, alpha=kl * temperature)
+            grad[torch.arange(len(grad)), following] -= ce
+            ctx.save_for_backward(grad.to(logits.dtype))
+        ctx.mark_non_differentiable(far, nll)
+        return kl * far + ce * nll, far, nll
+
+    @staticmethod
+    def backward(ctx, by_loss, *_):
+        return ctx.saved_tensors[0] * by_loss.to(ctx.saved_tensors[0].dtype), None, None, None, None, None
+
+
 def log_softmax(logits, temperature):
     """In float32 at least: bf16 logits near 20 are 0.1 apart."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.log_softmax(logits if temperature == 1 else logits / temperature, -1)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return F.log_softmax(logits if temperature == 1 else logits / temperature, -1, dtype=dtype)
 
 
-def ce(student, teacher, tokens, backward=None, *, block=256):
+def ce(student, teacher, tokens, backward=None, *, block=512):
     """Next-token cross-entropy alone; the teacher is not asked (SUPRA 2405.06640, T2R 2103.13076)."""
     losses = logits(student, teacher, tokens, backward, kl=0.0, ce=1.0, block=block)
     return {"loss": losses["loss"], "ce": losses["ce"]}

@@ -182,6 +182,9 @@ def half_lives(shape, shortest=16, longest=512):
     return (-math.log(2) / half_life).view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
 
 
+GATES = {None: None, "silu": (F.silu, 1.278465), "sigmoid": (torch.sigmoid, 4.0)}  # bias: silu(1.2785) = 1
+
+
 class Mixer(nn.Module):
     """q, k, v projections -> short convolution -> the cell -> per-head norm -> gate -> output projection.
 
@@ -201,8 +204,13 @@ class Mixer(nn.Module):
         super().__init__()
         unknown = set(options) - set(self.options)
         if unknown:
-            raise ValueError(f"option {sorted(unknown)}: wanted one of {', '.join(self.options)}")
+            raise ValueError(f"option {', '.join(sorted(unknown))}: wanted one of {', '.join(self.options)}")
         options = self.options | self.defaults | options
+        for name, value in options.items():
+            kind = type(self.options[name])
+            if not (value in GATES if name == "gate" else type(value) is kind and value >= 0):
+                wanted = {int: "a whole number from 0", bool: "true or false"}.get(kind, "none, silu or sigmoid")
+                raise ValueError(f"option {name} = {value!r}: wanted {wanted}")
         self.conv, self.rope, self.norm, self.gate, self.window, self.sinks = (options[name] for name in self.options)
         self.width, self.heads, self.head_dim = config.width, config.heads, config.head_dim
         self.base, self.eps = config.rope_base, config.norm_eps
@@ -216,7 +224,7 @@ class Mixer(nn.Module):
         if self.gate:
             self.gate_proj = nn.Linear(self.width, H * K)
             nn.init.zeros_(self.gate_proj.weight)
-            nn.init.constant_(self.gate_proj.bias, {"silu": 1.278465, "sigmoid": 4.0}[self.gate])  # silu(1.2785) = 1
+            nn.init.constant_(self.gate_proj.bias, GATES[self.gate][1])
         self.scale = nn.Parameter(torch.full((H, K), 0.1 if self.window else 1.0))
         self.parts()
 
@@ -252,8 +260,7 @@ class Mixer(nn.Module):
             o = F.rms_norm(o, o.shape[-1:], eps=self.eps)
         o = o * self.scale.to(o.dtype)
         if self.gate:
-            gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[self.gate](self.gate_proj(x))
-            o = o * gate.unflatten(-1, (-1, self.head_dim))
+            o = o * GATES[self.gate][0](self.gate_proj(x)).unflatten(-1, (-1, self.head_dim))
         if self.window:
             q, k = (rotate(z, position, self.base) for z in raw[:2])
             o = o + sliding_softmax(q, k, raw[2], position, mask, self.window, self.sinks, old, new)

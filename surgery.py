@@ -81,14 +81,16 @@ class Config:
 
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv 1910.07467), in float32 inside, out in the dtype of its weight."""
+    """RMSNorm (arXiv 1910.07467), in float32 inside, out in the dtype that the matmuls after it work in."""
 
     def __init__(self, config):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(config.width)), config.norm_eps
 
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps).to(dtype)
 
 
 class MLP(nn.Module):
@@ -200,6 +202,7 @@ class Tokenizer:
         import tiktoken
 
         self.ranks, self.split, self.special, self.eos = ranks, split, special, eos
+        self.stops = {eos, *(special[t] for t in ("<|im_end|>",) if t in special)}  # what ends a text, or a turn
         self.known = {*ranks.values(), *special.values()}
         self.vocab = max(self.known) + 1
         missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
@@ -584,7 +587,9 @@ def load(folder, *, dtype=None, device=None):
     try:
         weights = load_file(path / "model.safetensors")
         return assemble(Config(**raw), weights, str(path), dtype, device), Tokenizer.load(path)
-    except (SafetensorError, OSError, TypeError) as error:
+    except BadInput:
+        raise
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise BadInput(f"{path}: damaged or not whole ({error}); an older step-* beside it may be good") from None
 
 
@@ -627,7 +632,7 @@ def stream(model, tokenizer, prompt, count, **how):
     """Print prompt and what the model makes of it, as it comes."""
     print(prompt, end="", flush=True)
     done, shown = [], ""
-    for token in model.generate(tokenizer.encode(prompt, special=True), count, stop={tokenizer.eos}, **how):
+    for token in model.generate(tokenizer.encode(prompt, special=True), count, stop=tokenizer.stops, **how):
         done.append(token)
         text = tokenizer.decode(done)
         if not text.endswith("\ufffd"):  # half a character: wait for the rest

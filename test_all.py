@@ -176,6 +176,9 @@ def test_wrong_options_are_named():
         build("none", CONFIG)
     with pytest.raises(ValueError, match="window"):
         build("delta", CONFIG, widow=4)
+    for wrong in (dict(conv="abc"), dict(conv=-1), dict(gate="relu"), dict(norm=1), dict(sinks=None)):
+        with pytest.raises(ValueError, match=f"^option {next(iter(wrong))} = .*: wanted "):
+            build("delta", CONFIG, **wrong)
 
 
 @cells
@@ -624,6 +627,26 @@ def test_kl_and_ce_by_hand():
     assert losses["loss"] == pytest.approx(kl + ce, abs=1e-6)
 
 
+@pytest.mark.parametrize("kl, ce, temperature", [(1.0, 0.0, 1.0), (0.7, 0.4, 1.0), (0.5, 3.0, 2.0)])
+def test_gradient_of_the_divergence(kl, ce, temperature):
+    logits, wanted, ids = torch.randn(5, 7).double().requires_grad_(), torch.randn(5, 7).double(), torch.arange(5)
+    distill.Divergence.apply(logits, wanted, ids, kl, ce, temperature)[0].backward()
+    found, logits.grad = logits.grad, None
+    log_p, log_t = (F.log_softmax(z / temperature, -1) for z in (logits, wanted))
+    far = F.kl_div(log_p, log_t, log_target=True, reduction="sum") * temperature**2
+    (kl * far + (temperature == 1) * ce * F.cross_entropy(logits, ids, reduction="sum")).backward()
+    torch.testing.assert_close(found, logits.grad, atol=1e-12, rtol=1e-12)
+
+
+def test_losses_are_summed_in_float32():
+    logits, wanted, ids = torch.randn(40, 3000).bfloat16(), torch.randn(40, 3000).bfloat16(), torch.arange(40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, kl, ce = distill.Divergence.apply(logits, wanted, ids, 1.0, 1.0, 1.0)
+    log_p, log_t = logits.double().log_softmax(-1), wanted.double().log_softmax(-1)
+    assert float(kl) == pytest.approx(float(F.kl_div(log_p, log_t, log_target=True, reduction="sum")), rel=1e-5)
+    assert float(ce) == pytest.approx(float(F.nll_loss(log_p, ids, reduction="sum")), rel=1e-5)
+
+
 @pytest.mark.parametrize("trains, inside", [("mixers", ".mixer."), ("blocks", "blocks."), ("all", "")])
 def test_only_what_a_stage_says_trains(trains, inside):
     student = surgery.linearize(tiny_teacher()[0], "delta", keep=(1,))
@@ -743,11 +766,12 @@ BAD = {
     "no data": (["--data", "missing.txt"], "no such file or folder"),
     "empty data": (["--data", "EMPTY"], "give more text"),
     "binary data": (["--data", "BINARY"], "give UTF-8 text"),
-    "short data": (["--data", "SHORT"], "less than one context"),
+    "short data": (["--data", "SHORT"], "need a context of"),
     "no such teacher": (["--teacher", "missing.gguf"], "no such file or folder"),
     "nothing to resume": (["--resume"], "no run in"),
     "layer beyond": (["--keep", "7"], "layers go from 0 to 1"),
     "unknown option": (["--option", "colour=3"], "wanted one of conv"),
+    "wrong option": (["--option", "gate=relu"], "wanted none, silu or sigmoid"),
     "no number": (["--option", "conv"], "wanted 0,8,16 and NAME=VALUE"),
     "no such device": (["--device", "abacus"], "try --device cpu"),
     "no tokens": (["--tokens", "0"], "larger whole number"),

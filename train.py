@@ -24,6 +24,8 @@ import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for 2 MB pages: a tenth less memory, fewer page faults
+
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -197,34 +199,30 @@ def documentation():
 
 
 def prepare(args, tokenizer, needed):
-    """-> (training windows, held-out windows), each (n, context) int64: the last 2% of every document are held out.
+    """-> (training windows, held-out windows), each (n, context) int64: every 50th window of the text is held out.
 
-    Documents are taken, in order, until there are 20M tokens or four times what is `needed`, whichever is more; a run
-    that needs more than there is goes round again.
+    Documents are taken in order, an end-of-text token after each, until there are 20M tokens or four times what is
+    `needed`, whichever is more; a run that needs more than there is goes round again.
     """
-    train, held, total, start = [], [], 0, time.time()
+    parts, total, start = [], 0, time.time()
     for text in documents(args.data):
-        ids = tokenizer.encode(text) + [tokenizer.eos]
-        cut = len(ids) - max(len(ids) // 50, 1)
-        train.append(np.array(ids[:cut], np.int32))
-        held.append(np.array(ids[cut:], np.int32))
-        total += cut
+        parts.append(np.array(tokenizer.encode(text) + [tokenizer.eos], np.int32))
+        total += len(parts[-1])
         if total > max(4 * needed, 20_000_000):
             break
-    windows = []
-    for part in (train, held):
-        flat = np.concatenate(part) if part else np.zeros(0, np.int32)
-        n = len(flat) // args.context
-        if n < 1:
-            raise BadInput(
-                f"--data {args.data}: {len(flat)} tokens {'to train on' if part is train else 'held out (2%)'}, less "
-                f"than one context of {args.context}; give more text or a smaller --context"
-            )
-        windows.append(torch.from_numpy(flat[: n * args.context].astype(np.int64)).view(n, args.context))
-    shuffled = torch.randperm(len(windows[1]), generator=torch.Generator().manual_seed(0))[:16]
-    took = f"{windows[0].numel():,} tokens to train on, {time.time() - start:.0f} s to read"
-    print(f"data: {args.data or 'documentation of the installed packages'}: {took}, {len(shuffled)} windows held out")
-    return windows[0], windows[1][shuffled]
+    n = total // args.context
+    if n < 2:
+        raise BadInput(
+            f"--data {args.data}: {total} tokens, but training and held-out text need a context of {args.context} "
+            "each; give more text or a smaller --context"
+        )
+    windows = torch.from_numpy(np.concatenate(parts)[: n * args.context]).view(n, args.context)
+    held = torch.arange(n) % 50 == min(n, 50) - 1
+    shuffled = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))[:16]
+    name = args.data or "documentation of the installed packages"
+    took = f"{(n - int(held.sum())) * args.context:,} tokens to train on, {time.time() - start:.0f} s to read"
+    print(f"data: {name}: {took}, {len(shuffled)} windows held out")
+    return windows[~held], windows[held][shuffled].long()
 
 
 def batch_at(windows, step, batch, seed):
@@ -234,7 +232,7 @@ def batch_at(windows, step, batch, seed):
     for epoch in sorted({int(p) // len(windows) for p in places}):
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed * 1000 + epoch))
         rows.append(order[places[places // len(windows) == epoch] % len(windows)])
-    return windows[torch.cat(rows)]
+    return windows[torch.cat(rows)].long()
 
 
 # ------------------------------------------------------------------ the plan
@@ -250,12 +248,22 @@ def flops_per_token(model, stage):
     return {"hidden": 8 * blocks, "logits": 8 * (blocks + head), "ce": 6 * (blocks + head)}[stage.loss]
 
 
-def budget(model, recipe, device, dtype):
-    """Tokens that take about ten minutes here: by cores and dtype, not by a clock, so that it repeats."""
-    cores = min(torch.get_num_threads(), 16)
-    rate = cores * (120e9 if dtype == torch.bfloat16 else 40e9) if device == "cpu" else 5e13
-    per_token = sum(stage.tokens * flops_per_token(model, stage) for stage in recipe)
-    return int(600 * rate / per_token / 10_000 + 1) * 10_000
+def speed(device, dtype):
+    """FLOP/s to expect of a training step: a third (measured, delta at 140m) of this machine's best at one matmul."""
+    x, w = torch.randn(1024, 576, device=device, dtype=dtype), torch.randn(1536, 576, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(30):
+        began = time.perf_counter()
+        (x @ w.T)[0, 0].item()
+        best = min(best, time.perf_counter() - began)
+    return 2 * 1024 * 576 * 1536 / best / 3
+
+
+def memory(model, tokens_a_step, dtype):
+    """Bytes to expect at the peak: weights, gradients, moments, teacher, activations (measured, delta at 140m)."""
+    c, size = model.config, sum(p.numel() for p in model.parameters())
+    activations = 4 * tokens_a_step * c.layers * (16 * c.width + 4 * c.ffn)
+    return (16 + dtype.itemsize) * size + activations + 16 * min(tokens_a_step, 512) * c.vocab + 2**29
 
 
 def plan(args, recipe):
@@ -486,7 +494,10 @@ def main():
     torch.manual_seed(args.seed)
     student = linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
     recipe = [dataclasses.replace(stage, lr=args.lr or stage.lr) for stage in RECIPES[args.recipe]]
-    args.tokens = args.tokens or budget(student, recipe, args.device, dtype)
+    rate = speed(args.device, dtype)
+    if not args.tokens:  # nine minutes of steps: the tenth goes to loading and scoring
+        per_token = sum(stage.tokens * flops_per_token(student, stage) for stage in recipe)
+        args.tokens = max(int(540 * rate / per_token / 10_000), 1) * 10_000
     windows, held = prepare(args, tokenizer, args.tokens)
     report(student)
     teacher = copy.deepcopy(teacher).to(dtype)  # the student trains the weights that it shared
@@ -494,7 +505,9 @@ def main():
     steps = plan(args, recipe)
     work = sum(flops_per_token(student, s) * (b - a) * args.batch * args.context for s, a, b in steps)
     state = sum(b.mixer.state_size() for b in student.blocks)
+    need = memory(student, args.batch * args.context, dtype) / 2**30
     print(f"plan: {steps[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats")
+    print(f"plan: about {work / rate / 60 + 1:.0f} minutes at {rate / 1e9:.0f} GFLOP/s here, {need:.1f} GiB")
     if newest:
         student = load(newest, device=args.device)[0]
     elif not folder.exists():
