@@ -1,6 +1,6 @@
 """Stages and recipes: what a student is asked to match, in which order, and what may change meanwhile.
 
-A stage is a function (student, teacher, tokens, backward=None, **options) -> dict of mean losses per token. Each loss
+A stage's loss is a function (student, teacher, tokens, backward=None, **options) -> dict of means per token. Each one
 but `ce` is exactly 0 for student = teacher. Without `backward`, dict["loss"] carries the graph. With backward=(a
 function of a scalar) a stage hands over each layer's or block of tokens' share as soon as it exists, so that memory
 grows neither with depth (attention, hidden) nor with tokens × vocabulary (logits, ce), and the dict holds numbers.
@@ -14,29 +14,31 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from mixers import wide
+
 # ------------------------------------------------------------------ stages
 
 
 def attention(student, teacher, tokens, backward=None):
-    """Mixer output against the teacher's attention output, both after W_o, its hidden states in; mixers train.
+    """Mixer output against the teacher's attention output, both after W_o, both fed the teacher's hidden states.
 
     Mean over layers of ‖y_student − y_teacher‖² / ‖y_teacher‖² (2504.14366 stage 1; LoLCATs 2410.10254 eq. 6; the
     division makes layers and teachers comparable: 1 is as good as an output of 0).
     """
     losses = []
-    for ours, x, y, _, _ in layers(teacher, student, tokens):
+    for ours, x, y, _, _ in layers(student, teacher, tokens):
         error = (ours.mixer(x)[0] - y).square().sum() / y.square().sum()
         losses.append(share(error / len(teacher.blocks), backward))
     return {"loss": sum(losses), "attention": sum(losses)}
 
 
 def hidden(student, teacher, tokens, backward=None):
-    """Block output against the teacher's next hidden state, its hidden states in; whole blocks train.
+    """A block's output against the teacher's next hidden state, fed the teacher's hidden state before it.
 
     Mean over layers and tokens of ‖Block(h) − h_next‖₂ / rms ‖h_next‖₂ (MOHAWK 2408.10189 eq. 5; 2504.14366 stage 2).
     """
     losses = []
-    for ours, _, _, h, after in layers(teacher, student, tokens):
+    for ours, _, _, h, after in layers(student, teacher, tokens):
         distance = (ours(h)[0] - after).square().sum(-1)
         distance = torch.where(distance > 0, distance, 1).sqrt() * (distance > 0)  # the gradient of √0 is not finite
         scale = after.square().sum(-1).mean().sqrt() * len(teacher.blocks)
@@ -55,10 +57,11 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
     leaf = h.detach().requires_grad_() if backward and h.requires_grad else h
     total, sums = 0.0, {"kl": 0.0, "ce": 0.0}
     following = tokens[:, 1:].flatten()
-    for rows in torch.arange(len(h), device=h.device).split(block):
+    weights = kl / len(h), ce / len(h)
+    for at in range(0, len(h), block):
+        rows = slice(at, at + block)
         with torch.no_grad():
             wanted = teacher.head(target[rows]) if kl else None
-        weights = kl / len(h), ce / len(h)
         loss, *both = Divergence.apply(student.head(leaf[rows]), wanted, following[rows], *weights, temperature)
         total = total + share(loss, backward)
         sums = {name: sums[name] + value / len(h) for name, value in zip(sums, both)}
@@ -68,40 +71,40 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
 
 
 class Divergence(torch.autograd.Function):
-    """kl · temperature² KL(teacher ‖ student) + ce · CE, summed over rows, and both sums apart (no gradient).
+    """kl_weight · temperature² KL(teacher ‖ student) + ce_weight · CE, summed over rows; and both sums, no gradient.
 
-    logits, wanted (the teacher's, or None) (n, vocab), following (n,). Derived by hand, since autograd would pass over
-    the vocabulary twice as often: with p and t the softmax of both, dKL/dlogits = (p − t) / temperature and
-    dCE/dlogits = p − onehot. Only the distribution of temperature 1 has a CE; at another it counts 0.
+    logits, wanted (the teacher's, or None) (n, vocab), following (n,). CE is of the logits as they are, KL of both over
+    the temperature. Derived by hand, since autograd would pass over the vocabulary twice as often: with p and t the
+    softmax of both, dKL/dlogits = (p − t) / temperature and dCE/dlogits = p − onehot.
     """
 
     @staticmethod
-    def forward(ctx, logits, wanted, following, kl, ce, temperature):
-        log_p, ce = log_softmax(logits, temperature), ce * (temperature == 1)
-        far = log_p.new_zeros(())
-        nll = -log_p.gather(-1, following[:, None]).sum() * (temperature == 1)
+    def forward(ctx, logits, wanted, following, kl_weight, ce_weight, temperature):
+        log_p, rows = log_softmax(logits), torch.arange(len(logits), device=logits.device)
+        nll, kl, grad = -log_p[rows, following].sum(), log_p.new_zeros(()), 0.0
         if wanted is not None:
+            soft = log_p if temperature == 1 else log_softmax(logits, temperature)
             log_t = log_softmax(wanted, temperature)
             t = log_t.exp()
-            far = (torch.dot(t.flatten(), log_t.flatten()) - torch.dot(t.flatten(), log_p.flatten())) * temperature**2
+            kl = (torch.dot(t.flatten(), log_t.flatten()) - torch.dot(t.flatten(), soft.flatten())) * temperature**2
         if ctx.needs_input_grad[0]:
-            grad = log_p.exp_().mul_(kl * temperature + ce)
             if wanted is not None:
-                grad.sub_(t, alpha=kl * temperature)
-            grad[torch.arange(len(grad)), following] -= ce
+                grad = t.neg_().add_(soft.exp()).mul_(kl_weight * temperature)
+            if ce_weight:
+                grad = log_p.exp_().mul_(ce_weight).add_(grad)
+                grad[rows, following] -= ce_weight
             ctx.save_for_backward(grad.to(logits.dtype))
-        ctx.mark_non_differentiable(far, nll)
-        return kl * far + ce * nll, far, nll
+        ctx.mark_non_differentiable(kl, nll)
+        return kl_weight * kl + ce_weight * nll, kl, nll
 
     @staticmethod
     def backward(ctx, by_loss, *_):
         return ctx.saved_tensors[0] * by_loss.to(ctx.saved_tensors[0].dtype), None, None, None, None, None
 
 
-def log_softmax(logits, temperature):
+def log_softmax(logits, temperature=1.0):
     """In float32 at least: bf16 logits near 20 are 0.1 apart."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return F.log_softmax(logits if temperature == 1 else logits / temperature, -1, dtype=dtype)
+    return F.log_softmax(wide(logits) if temperature == 1 else wide(logits) / temperature, -1)
 
 
 def ce(student, teacher, tokens, backward=None, *, block=512):
@@ -113,7 +116,7 @@ def ce(student, teacher, tokens, backward=None, *, block=512):
 STAGES = {"attention": attention, "hidden": hidden, "logits": logits, "ce": ce}
 
 
-def layers(teacher, student, tokens):
+def layers(student, teacher, tokens):
     """The teacher's pass, layer by layer: (our block, attention's input, its output, h before, h after)."""
     with torch.no_grad():
         h = teacher.embedded(tokens)
@@ -128,10 +131,11 @@ def layers(teacher, student, tokens):
 
 
 def share(loss, backward):
-    """Hand a share of the loss to `backward` at once and keep its number, or keep its graph."""
-    if backward is None or not loss.requires_grad:
-        return loss if backward is None else loss.detach()
-    backward(loss)
+    """Keep the graph of a share of the loss, or hand it to `backward` at once and keep its number."""
+    if backward is None:
+        return loss
+    if loss.requires_grad:
+        backward(loss)
     return loss.detach()
 
 
@@ -140,14 +144,14 @@ def share(loss, backward):
 
 @dataclasses.dataclass
 class Stage:
-    """One row of a recipe: which loss, its share of the tokens, its learning rate and schedule, and what trains.
+    """One row of a recipe: which loss, its fraction of the tokens, its learning rate and schedule, and what trains.
 
-    trains: "mixers" | "blocks" | "all".
+    trains: "mixers" (but none that stayed softmax) | "blocks" | "all".
     schedule: "wsd" (flat, then down to 0 over the last fifth) | "cosine" (to a tenth) | "linear" (to 0).
     """
 
     loss: str
-    tokens: float
+    fraction: float
     lr: float
     schedule: str = "wsd"
     trains: str = "all"
@@ -186,21 +190,38 @@ def trainable(student, trains):
 
 @torch.no_grad()
 def calibrate(student, teacher, tokens, *, ridge=0.1):
-    """Before any step: solve every layer's W_o so that the mixer's output is nearest to the teacher's attention output.
+    """Before any step, from one batch, tokens (B, T): each head remembers as far as the teacher's looks, then W_o fits.
 
-    The attention stage is least squares in W_o, so one batch, tokens (B, T), gives its optimum:
-    W = (YᵀO + λW₀)(OᵀO + λI)⁻¹, O what W_o reads, Y the attention output, both from the teacher's hidden states, W₀ the
-    teacher's W_o, λ = ridge · mean diagonal of OᵀO. (The student's own hidden states in their place were worse.)
+    The attention stage is least squares in W_o, so its optimum has a formula: W = (YᵀO + λW₀)(OᵀO + λI)⁻¹, O what W_o
+    reads, Y the attention output, both from the teacher's hidden states, W₀ the teacher's W_o, λ = ridge · mean
+    diagonal of OᵀO. (The student's own hidden states in their place were worse.)
     """
-    for ours, x, y, _, _ in layers(teacher, student, tokens):
+    for theirs, (ours, x, y, _, _) in zip(teacher.blocks, layers(student, teacher, tokens)):
+        if ours.mixer.decay == "softmax":
+            continue
+        ours.mixer.reach(reach(theirs.mixer, x[:4]))
         seen = []
         hook = ours.mixer.o.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         ours.mixer(x)
         hook.remove()
-        with torch.autocast(x.device.type, enabled=False):
-            O, Y, W0 = (z.double().flatten(0, -2) for z in (seen[0], y, ours.mixer.o.weight))
+        with torch.autocast("cpu", enabled=False):
+            O, Y, W0 = (z.cpu().double().flatten(0, -2) for z in (seen[0], y, ours.mixer.o.weight))
             gram = O.T @ O
             damp = ridge * gram.diagonal().mean()
             gram.diagonal().add_(damp)
             ours.mixer.o.weight.copy_(torch.linalg.solve(gram, O.T @ Y + damp * W0.T).T)
     torch.clear_autocast_cache()  # it may hold the weights from before
+
+
+def reach(attention, x, first=4):
+    """-> (H,): the tokens back within which half of a head's softmax weight falls; x (B, T, width).
+
+    The `first` tokens are left out: a head with nothing to say looks there (arXiv 2309.17453).
+    """
+    A = attention.matrix(x).float().sum(0)  # (H, T, T)
+    A[..., :first] = 0
+    T = A.size(-1)
+    back = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0).flatten()
+    by_distance = torch.stack([torch.bincount(back, head.flatten(), T) for head in A.cpu()])
+    share = by_distance.cumsum(-1) / by_distance.sum(-1, keepdim=True).clamp(min=1e-9)
+    return ((share < 0.5).sum(-1).clamp(max=T - 1) + 0.5).to(x.device)

@@ -12,14 +12,13 @@ import argparse
 import difflib
 import json
 import math
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from surgery import BadInput, load_teacher, read_json, run
+from surgery import BadInput, cli, load_teacher, read_json
 
 # ------------------------------------------------------------------ the machine
 
@@ -28,16 +27,17 @@ def precision(device, wanted="auto"):
     """-> (dtype of matmuls, the reason in words). State, sums and softmax stay in float32 either way."""
     if wanted != "auto":
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted], "as asked"
-    if device == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        fast = kind == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     words = "has bf16 matrix instructions" if fast else "has no bf16 matrix instructions"
     return torch.bfloat16 if fast else torch.float32, f"this {device} {words}"
 
 
 def autocast(device, dtype):
-    return torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
+    return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 # ------------------------------------------------------------------ held-out text
@@ -209,7 +209,7 @@ def main():
     asked = {task: items_of(task, args.data_dir)[: args.limit or None] for task in tasks}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, why = precision(device, args.precision)
-    print(f"precision: {str(dtype)[6:]} matmuls, {why}")
+    print(f"precision: {str(dtype).removeprefix('torch.')} matmuls, {why}")
     model, tokenizer = load_teacher(args.model, dtype=dtype, device=device)
     baseline = args.baseline or recorded.get("teacher")
     teacher = load_teacher(baseline, dtype=dtype, device=device)[0] if baseline else None
@@ -230,4 +230,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    cli(main)

@@ -54,41 +54,40 @@ def recurrent(q, k, v, *, log_decay=None, beta=None, S=None):
 def chunked(q, k, v, *, log_decay=None, beta=None, S=None, chunk=64):
     """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` tokens.
 
-    Inside a chunk every write is known but for what S held before it, so one triangular solve gives all of them (the WY
-    form, arXiv 2406.06484 eq. 10; gated, 2412.06464). Only S and the writes go round the loop. Padding a ragged last
-    chunk with zeros is exact: a zero key writes nothing and a zero log_decay forgets nothing.
+    A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S. A
+    triangular solve gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464), and
+    the loop carries S alone. A ragged last chunk is padded: a zero key writes nothing, a zero log_decay keeps all.
     """
     if chunk < 1 or chunk & (chunk - 1):
-        raise ValueError(f"chunk: wanted a power of two, got {chunk}")
+        raise ValueError(f"chunk: wanted a power of two (`scores` halves it), got {chunk}")
     dtype, S = check(q, k, v, log_decay, beta, S)
     T, V = q.size(1), v.size(-1)
-    C = min(chunk, 1 << (T - 1).bit_length())
+    C = min(chunk, 1 << (T - 1).bit_length())  # no longer than the first power of two ≥ T
 
     def blocks(x):  # (B, T, H, D) -> (N, B, H, C, D)
         x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, -T % C))
         return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous()
 
     with torch.autocast(q.device.type, enabled=False):
-        q, k, write = blocks(q), blocks(k), blocks(v)
-        q_in, k_in, k_out, keep = q, k, k, None
+        q, k, u = blocks(q), blocks(k), blocks(v)
+        q_in, k_in, k_out, keep = q, k, k, [1.0] * len(q)  # seen from the chunk's start, from its end; what S keeps
         G = None if log_decay is None else blocks(log_decay).cumsum(-2)  # log of what is kept since the chunk began
         if G is not None:
             total, since = G[..., -1:, :], G.exp()
             q_in, k_in, k_out = q * since, k * since, k * (total - G).exp()
-            keep = total.exp().mT  # (N, B, H, K | 1, 1)
+            keep = total.exp().mT.unbind()  # N times (B, H, K | 1, 1)
         reads = scores(q, k, G)  # (N, B, H, C, C)
-        W = [None] * len(q)
+        w = [None] * len(q)
         if beta is not None:
             beta = blocks(beta)
-            right = torch.cat([write, k_in], -1) * beta
+            right = torch.cat([u, k_in], -1) * beta
             solved = torch.linalg.solve_triangular(scores(k, k, G) * beta, right, upper=False, unitriangular=True)
-            write, W = solved[..., :V], solved[..., V:].unbind()
+            u, w = solved[..., :V], solved[..., V:].unbind()
         before, writes = [], []
-        keep = [None] * len(q) if keep is None else keep.unbind()
-        for u, w, k_n, keep_n in zip(write.unbind(), W, k_out.mT.unbind(), keep):
+        for u_n, w_n, k_n, keep_n in zip(u.unbind(), w, k_out.mT.unbind(), keep):
             before.append(S)
-            writes.append(u if w is None else u - w @ S)
-            S = (S if keep_n is None else keep_n * S) + k_n @ writes[-1]
+            writes.append(u_n if w_n is None else u_n - w_n @ S)
+            S = keep_n * S + k_n @ writes[-1]
         o = q_in @ torch.stack(before) + reads @ torch.stack(writes)  # (N, B, H, C, V)
     return o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T].to(v.dtype), S
 
@@ -161,8 +160,13 @@ def rotate(x, position, base):
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = position[..., None, None].float() * frequency  # (B, T, 1, K/2)
     cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, -1) if x.dtype != torch.float64 else x.chunk(2, -1)
+    a, b = wide(x).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def wide(x):
+    """x in float32, or float64 if it is: what sums, norms and decays are computed in under bf16 matmuls."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def take(x, order):
@@ -172,7 +176,7 @@ def take(x, order):
 
 def unit(x):
     """x over its length; unlike F.normalize the gradient at 0 is finite."""
-    x = x if x.dtype == torch.float64 else x.float()
+    x = wide(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -188,13 +192,13 @@ GATES = {None: None, "silu": (F.silu, 1.278465), "sigmoid": (torch.sigmoid, 4.0)
 class Mixer(nn.Module):
     """q, k, v projections -> short convolution -> the cell -> per-head norm -> gate -> output projection.
 
-    A mixer is a subclass: `decay` and `write` say where it stands on the grid, `defaults` sets the options, `parts`
-    makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into (q, k, v, log_decay, beta).
+    A mixer is a subclass: `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into
+    (q, k, v, log_decay, beta), `defaults` sets options; `decay` and `write` are its labels in the grid and the tables.
 
     Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), identity at start;
-    rope = rotate q and k; gate = None | "silu" | "sigmoid", 1 at start; window = W > 0 adds softmax over the last W
-    tokens and the first `sinks` ones, at constant state; norm = RMSNorm of each head's output. The papers have norm on.
-    It is off here: a softmax head with nothing to say says 0, which a normed head cannot (results/starts.md).
+    rope = rotate q and k; gate = None | "silu" | "sigmoid", near 1 at start; window = W > 0 adds softmax over the last
+    W tokens and the first `sinks` ones, at constant state; norm = RMSNorm of each head's output. The papers have norm
+    on. It is off here: a softmax head with nothing to say says 0, which a normed head cannot (results/starts.md).
     """
 
     decay, write, defaults = "none", "add", {}
@@ -208,10 +212,12 @@ class Mixer(nn.Module):
         options = self.options | self.defaults | options
         for name, value in options.items():
             kind = type(self.options[name])
-            if not (value in GATES if name == "gate" else type(value) is kind and value >= 0):
+            fits = value in GATES if name == "gate" else type(value) is kind and value >= 0
+            if not fits:
                 wanted = {int: "a whole number from 0", bool: "true or false"}.get(kind, "none, silu or sigmoid")
                 raise ValueError(f"option {name} = {value!r}: wanted {wanted}")
-        self.conv, self.rope, self.norm, self.gate, self.window, self.sinks = (options[name] for name in self.options)
+        for name, value in options.items():
+            setattr(self, name, value)
         self.width, self.heads, self.head_dim = config.width, config.heads, config.head_dim
         self.base, self.eps = config.rope_base, config.norm_eps
         H, K = self.heads, self.head_dim
@@ -225,7 +231,7 @@ class Mixer(nn.Module):
             self.gate_proj = nn.Linear(self.width, H * K)
             nn.init.zeros_(self.gate_proj.weight)
             nn.init.constant_(self.gate_proj.bias, GATES[self.gate][1])
-        self.scale = nn.Parameter(torch.full((H, K), 0.1 if self.window else 1.0))
+        self.scale = nn.Parameter(torch.full((H, K), 0.1 if self.window else 1.0))  # beside an exact window: small
         self.parts()
 
     def parts(self):
@@ -234,6 +240,9 @@ class Mixer(nn.Module):
     def cell(self, x, q, k, v):
         """x (B, T, width), q, k, v (B, T, H, K) -> (q, k, v, log_decay, beta) for `scan`."""
         return q, k, v, None, None
+
+    def reach(self, half_life):
+        """Start with these half-lives, (H,) in tokens, if the cell has any to set; `calibrate` measures them."""
 
     def forward(self, x, state=None, *, mask=None, form="auto"):
         """x (B, T, width) -> (y like x, state). mask (B, T) bool, False = padding, anywhere: it changes nothing.
@@ -248,6 +257,7 @@ class Mixer(nn.Module):
         return take(y, order.argsort(1)), state
 
     def mix(self, x, state, mask, form):
+        """`forward` with the padding, if any, on the left. old: the state so far, new: the next, filled on the way."""
         old, new = state or {}, {}
         position = self.positions(x, old, mask)
         new["position"] = position[:, -1:].expand(len(x), 1) + 1
@@ -296,7 +306,7 @@ class Mixer(nn.Module):
         return [part.unflatten(-1, (-1, self.head_dim)) for part in y.squeeze(-1).mT.chunk(3, -1)]
 
     def matrix(self, x):
-        """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before the norm, window apart."""
+        """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before norm, gate and window."""
         q, k, _, log_decay, beta = self.streams(x, self.positions(x, {}, None), {}, {}, None)[1]
         eye = torch.eye(x.size(1), dtype=q.dtype, device=x.device)[None, :, None].expand(len(x), -1, self.heads, -1)
         return scan(q, k, eye, log_decay=log_decay, beta=beta)[0].transpose(1, 2)
@@ -342,6 +352,7 @@ def sliding_softmax(q, k, v, position, mask, window, sinks, old, new):
         return torch.cat([sink.transpose(1, 2)[:, None].expand(B, N, H, sinks, K), x], -2).flatten(0, 1)
 
     at = F.pad(position, (0, pad)).unflatten(1, (N, W))[..., None]  # (B, N, W, 1)
+    # a column's place in its row's window: from 1, and `window` is the row itself
     ahead = torch.arange(window + W, device=q.device) - torch.arange(W, device=q.device)[:, None]
     seen = F.pad(seen, (0, pad)).unfold(1, window + W, W)[:, :, None]
     near = (seen | (ahead == window)) & (ahead > 0) & (ahead <= window)  # a padded row reads itself: finite, never read
@@ -372,7 +383,10 @@ def build(name, config, **options):
 
 @register
 class Softmax(Mixer):
-    """The teacher's row: causal softmax attention, rotary, with shared key heads. Its state grows with T."""
+    """The teacher's row: causal softmax attention, rotary, with shared key heads. Its state grows with T.
+
+    Of Mixer it takes `forward` and `positions` alone.
+    """
 
     decay = write = "softmax"
     options = {}
@@ -420,8 +434,6 @@ class Softmax(Mixer):
 class Linear(Mixer):
     """No decay, added writes, features φ(z) = (Az + a) ⊙ (Bz + b), own maps for q and k (arXiv 2504.14366)."""
 
-    defaults = dict(norm=False)
-
     def parts(self):
         H, K = self.heads, self.head_dim
         self.maps = nn.Parameter(torch.eye(K).repeat(2, 2, H, 1, 1))  # (q or k, A or B, H, K, K)
@@ -435,7 +447,7 @@ class Linear(Mixer):
             a, b = torch.einsum("bthk,nhkj->nbthj", z, self.maps[side].to(z.dtype)) + self.shift[side, :, None, None]
             return a * b
 
-        return feature(q, 0), feature(k, 1) / 64, v, None, None  # /64: a sum of some hundred tokens starts of order 1
+        return feature(q, 0), feature(k, 1) / 64, v, None, None  # a sum of some hundred tokens starts of order 1
 
 
 @register
@@ -463,8 +475,12 @@ class GLA(Mixer):
         kept = (16 * half_lives((self.heads, self.head_dim))).exp().flatten()
         self.up.bias.data = torch.logit(kept)
 
+    def reach(self, half_life):
+        kept = (2 ** (-16 / half_life)).clamp(1e-12, 1 - 1e-6)  # per token, before the 16th root
+        self.up.bias.copy_(torch.logit(kept).repeat_interleave(self.head_dim))
+
     def cell(self, x, q, k, v):
-        log_decay = F.logsigmoid(self.up(self.down(x)).float()) / 16
+        log_decay = F.logsigmoid(wide(self.up(self.down(x)))) / 16
         return q, k, v, log_decay.unflatten(-1, (-1, self.head_dim)), None
 
 
@@ -477,7 +493,7 @@ class Delta(Mixer):
     def parts(self):
         self.beta = nn.Linear(self.width, self.heads)
         nn.init.zeros_(self.beta.weight)
-        nn.init.zeros_(self.beta.bias)
+        nn.init.constant_(self.beta.bias, math.log(0.25 / 0.75))  # β = ¼, the nearest start (results/starts.md)
 
     def cell(self, x, q, k, v):
         return unit(q), unit(k), v, None, torch.sigmoid(self.beta(x)).unsqueeze(-1)
@@ -489,21 +505,20 @@ class Gated_Delta(Delta):
 
     decay, defaults = "head", dict(gate="silu")
 
-    def parts(self):
+    def parts(self, per_head=1, rank=None):
         super().parts()
-        self.decay_parts(1)
-
-    def decay_parts(self, per_head, rank=None):
-        out = self.heads * per_head
-        into = [nn.Linear(self.width, rank, bias=False), nn.Linear(rank, out, bias=False)] if rank else []
-        self.dt = nn.Sequential(*into) if rank else nn.Linear(self.width, out, bias=False)
-        nn.init.normal_((self.dt[-1] if rank else self.dt).weight, std=1e-3)
+        last = nn.Linear(rank or self.width, self.heads * per_head, bias=False)
+        nn.init.normal_(last.weight, std=1e-3)
+        self.dt = nn.Sequential(nn.Linear(self.width, rank, bias=False), last) if rank else last
         self.A_log = nn.Parameter(torch.zeros(self.heads, 1))
         self.dt_bias = nn.Parameter(torch.log(torch.expm1(-half_lives((self.heads, per_head)))))
 
+    def reach(self, half_life):
+        self.dt_bias.copy_(torch.log(torch.expm1(math.log(2) / half_life))[:, None].expand_as(self.dt_bias))
+
     def cell(self, x, q, k, v):
         q, k, v, _, beta = super().cell(x, q, k, v)
-        dt = self.dt(x).float().unflatten(-1, (self.heads, -1)) + self.dt_bias
+        dt = wide(self.dt(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias
         return q, k, v, -self.A_log.exp() * F.softplus(dt), beta
 
 
@@ -514,8 +529,7 @@ class KDA(Gated_Delta):
     decay, defaults = "channel", dict(gate="sigmoid")
 
     def parts(self):
-        Delta.parts(self)
-        self.decay_parts(self.head_dim, rank=self.head_dim)
+        super().parts(self.head_dim, rank=self.head_dim)
 
 
 def main():

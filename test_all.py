@@ -634,7 +634,7 @@ def test_gradient_of_the_divergence(kl, ce, temperature):
     found, logits.grad = logits.grad, None
     log_p, log_t = (F.log_softmax(z / temperature, -1) for z in (logits, wanted))
     far = F.kl_div(log_p, log_t, log_target=True, reduction="sum") * temperature**2
-    (kl * far + (temperature == 1) * ce * F.cross_entropy(logits, ids, reduction="sum")).backward()
+    (kl * far + ce * F.cross_entropy(logits, ids, reduction="sum")).backward()
     torch.testing.assert_close(found, logits.grad, atol=1e-12, rtol=1e-12)
 
 
@@ -653,6 +653,25 @@ def test_only_what_a_stage_says_trains(trains, inside):
     names = distill.trainable(student, trains)
     chosen = [n for n, _ in student.named_parameters() if inside in n and (trains != "mixers" or "blocks.0" in n)]
     assert names == chosen == [n for n, p in student.named_parameters() if p.requires_grad]
+
+
+def test_reach_is_the_median_distance_of_attention():
+    matrix = torch.zeros(2, 3, 20, 20)  # (B, H, T, T): 7 tokens back; half 1 back, half 9 back; only the first token
+    for i in range(20):
+        matrix[:, 0, i, max(i - 7, 0)] = 1
+        matrix[:, 1, i, [max(i - 1, 0), max(i - 9, 0)]] += torch.tensor([0.6, 0.4])
+    matrix[:, 2, :, 0] = 1
+    found = distill.reach(types.SimpleNamespace(matrix=lambda x: matrix.clone()), torch.zeros(2, 20, 4))
+    assert found.tolist() == [7.5, 1.5, 19.5]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gla", "gated_delta", "kda"])
+def test_a_head_reaches_as_far_as_it_is_told(name):
+    mixer, x, half_life = build(name, CONFIG), torch.randn(2, 9, CONFIG.width), torch.tensor([0.5, 6.5, 40.0])
+    mixer.reach(half_life)
+    log_decay = mixer.streams(x, mixer.positions(x, {}, None), {}, {}, None)[1][3]
+    torch.testing.assert_close(log_decay.mean((0, 1, 3)), -math.log(2) / half_life, rtol=0.02, atol=1e-4)
 
 
 def test_calibration_solves_the_output_projection():
@@ -769,7 +788,7 @@ BAD = {
     "short data": (["--data", "SHORT"], "need a context of"),
     "no such teacher": (["--teacher", "missing.gguf"], "no such file or folder"),
     "nothing to resume": (["--resume"], "no run in"),
-    "layer beyond": (["--keep", "7"], "layers go from 0 to 1"),
+    "layer beyond": (["--keep", "7"], "go from 0 to 1"),
     "unknown option": (["--option", "colour=3"], "wanted one of conv"),
     "wrong option": (["--option", "gate=relu"], "wanted none, silu or sigmoid"),
     "no number": (["--option", "conv"], "wanted 0,8,16 and NAME=VALUE"),
@@ -786,7 +805,7 @@ def test_bad_input_is_one_sentence(teacher_folder, tmp_path, monkeypatch, capsys
     words = [str(tmp_path / w) if w.isupper() else w for w in words]
     monkeypatch.setattr(sys, "argv", ["train.py", *command(teacher_folder, tmp_path / "run"), *words])
     with pytest.raises(SystemExit) as stop:
-        surgery.run(train.main)
+        surgery.cli(train.main)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert stop.value.code == 2 and len(error) == 1 and sentence in error[0]
     assert not (tmp_path / "run").exists()

@@ -36,13 +36,14 @@ from mixers import MIXERS
 from surgery import (
     SIZES,
     BadInput,
+    cli,
     find_checkpoint,
+    is_hub_name,
     linearize,
     load,
     load_teacher,
     read_json,
     report,
-    run,
     save,
     stream,
 )
@@ -51,6 +52,7 @@ from surgery import (
 
 
 def parser():
+    """Every flag. One that may differ when a run goes on is also named in `open_run`."""
     p = argparse.ArgumentParser(description="Linearize a teacher and distil it.", allow_abbrev=False)
     g = p.add_argument_group("model")
     g.add_argument("--mixer", default="delta", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
@@ -67,7 +69,7 @@ def parser():
         "--recipe", choices=RECIPES, help="stages and rates (default: default; hybrid with --window or --keep)"
     )
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
-    g.add_argument("--batch", type=int, default=2, help="sequences a step (default 2)")
+    g.add_argument("--batch", type=int, default=1, help="sequences a step (default 1: steps count more than batch)")
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
     g.add_argument("--calibrate", type=int, help="sequences to solve W_o on first (default 16, a hybrid 0)")
     g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
@@ -86,14 +88,14 @@ def count(text):
     scale = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
     try:
         return int(float(text[:-1] if scale > 1 else text) * scale)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 50000, 50k, 3m or 1b") from None
 
 
 def read_flags():
     args = parser().parse_args()
     if args.mixer not in MIXERS:
-        near = difflib.get_close_matches(args.mixer, MIXERS, 1) or list(MIXERS)[:1]
+        near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
     for name in ("context", "batch", "save_every", "tokens"):
         if getattr(args, name) is not None and getattr(args, name) < (2 if name == "context" else 1):
@@ -101,15 +103,21 @@ def read_flags():
     hybrid = args.window or args.keep
     args.recipe = args.recipe or ("hybrid" if hybrid else "default")
     args.calibrate = (0 if hybrid else 16) if args.calibrate is None else args.calibrate
-    if args.window < 0 or args.calibrate < 0:
-        raise BadInput(f"--window {args.window} and --calibrate {args.calibrate}: wanted 0 or more")
+    for name in ("window", "calibrate", "seed"):
+        if getattr(args, name) < 0:
+            raise BadInput(f"--{name} {getattr(args, name)}: wanted 0 or more")
+    if args.lr is not None and not 0 < args.lr < math.inf:
+        raise BadInput(f"--lr {args.lr}: wanted a number above 0, such as 3e-4")
+    if args.mixer == "softmax" and args.recipe == "haller":
+        raise BadInput("--mixer softmax --recipe haller: its first stage trains new mixers, here are none; try default")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise BadInput(f"--device {args.device}: {str(error).splitlines()[0]}; try --device cpu") from None
     args.teacher = args.teacher or args.size
     window = f"-w{args.window}" if args.window else ""
-    args.out = args.out or f"runs/{args.mixer}-{Path(args.teacher).stem.lower()}{window}-s{args.seed}"
+    teacher = Path(args.teacher).name.removesuffix(".gguf").lower()
+    args.out = args.out or f"runs/{args.mixer}-{teacher}{window}-s{args.seed}"
     return args
 
 
@@ -117,11 +125,18 @@ def options_of(args):
     """--keep and --option as `linearize` takes them."""
     try:
         keep = tuple(int(i) for i in args.keep.split(",") if i)
-        pairs = dict(pair.split("=", 1) for pair in args.option)
-        values = {"true": True, "false": False, "none": None}
-        return {"keep": keep} | {k: values.get(v.lower(), int(v) if v.isdigit() else v) for k, v in pairs.items()}
+        options = {name: value_of(text) for name, text in (pair.split("=", 1) for pair in args.option)}
     except ValueError:
         raise BadInput(f"--keep {args.keep!r}, --option {args.option}: wanted 0,8,16 and NAME=VALUE") from None
+    for name in options.keys() & {"teacher", "mixer", "window", "keep"}:
+        raise BadInput(f"--option {name}={options[name]}: this has a flag of its own, --{name}")
+    return {"keep": keep} | options
+
+
+def value_of(text):
+    """'true' -> True, 'none' -> None, '4' -> 4, and other text as it is."""
+    words = {"true": True, "false": False, "none": None}
+    return words.get(text.lower(), int(text) if text.isdecimal() else text)
 
 
 # ------------------------------------------------------------------ data
@@ -140,7 +155,7 @@ def documents(source):
             yield from texts_of(file)
     elif path.is_file():
         yield from texts_of(path)
-    elif source.count("/") == 1 and not path.suffix and not source.startswith((".", "/")):
+    elif is_hub_name(source):
         yield from hub_texts(source)
     else:
         raise BadInput(f"--data {source}: no such file or folder; give one that exists, or a hub name such as a/b")
@@ -199,16 +214,16 @@ def documentation():
 
 
 def prepare(args, tokenizer, needed):
-    """-> (training windows, held-out windows), each (n, context) int64: every 50th window of the text is held out.
+    """-> (training windows, at most 16 held-out ones), each (n, context): every 50th window of the text is held out.
 
-    Documents are taken in order, an end-of-text token after each, until there are 20M tokens or four times what is
-    `needed`, whichever is more; a run that needs more than there is goes round again.
+    Documents are taken in order, an end-of-text token after each, until there are 20M tokens or as many as `needed`,
+    whichever is more; a run that needs more than there is goes round again.
     """
     parts, total, start = [], 0, time.time()
     for text in documents(args.data):
         parts.append(np.array(tokenizer.encode(text) + [tokenizer.eos], np.int32))
         total += len(parts[-1])
-        if total > max(4 * needed, 20_000_000):
+        if total > max(needed, 20_000_000):
             break
     n = total // args.context
     if n < 2:
@@ -243,12 +258,11 @@ def flops_per_token(model, stage):
     head = model.config.vocab * model.config.width
     blocks = sum(p.numel() for p in model.blocks.parameters())
     mixers = sum(p.numel() for block in model.blocks for p in block.mixer.parameters())
-    if stage.loss == "attention":
-        return 2 * blocks + 8 * mixers
-    return {"hidden": 8 * blocks, "logits": 8 * (blocks + head), "ce": 6 * (blocks + head)}[stage.loss]
+    known = {"attention": 2 * blocks + 6 * mixers, "hidden": 8 * blocks, "ce": 6 * (blocks + head)}
+    return known.get(stage.loss, 8 * (blocks + head))
 
 
-def speed(device, dtype):
+def flops_per_second(device, dtype):
     """FLOP/s to expect of a training step: a third (measured, delta at 140m) of this machine's best at one matmul."""
     x, w = torch.randn(1024, 576, device=device, dtype=dtype), torch.randn(1536, 576, device=device, dtype=dtype)
     best = math.inf
@@ -270,7 +284,7 @@ def plan(args, recipe):
     """-> [(stage, first step, end step)]: shares of --tokens in whole steps, at least one each."""
     rows, at = [], 0
     for stage in recipe:
-        steps = max(round(args.tokens * stage.tokens / (args.batch * args.context)), 1)
+        steps = max(round(args.tokens * stage.fraction / (args.batch * args.context)), 1)
         rows.append((stage, at, at + steps))
         at += steps
     return rows
@@ -287,13 +301,13 @@ def rate_at(stage, done):
 
 
 def optimizer_for(student, stage):
-    """AdamW over exactly what the stage trains; matrices decay, vectors do not."""
-    names = trainable(student, stage.trains)
-    params = [p for p in student.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    assert sum(len(g["params"]) for g in groups) == len(names) == len({id(p) for p in params})
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=stage.lr, betas=(0.9, 0.95), fused=True)
+    """AdamW over exactly what the stage trains; weights of linear layers and the embedding decay, nothing else does."""
+    names, params = trainable(student, stage.trains), dict(student.named_parameters())
+    decays = [n for n in names if n.endswith(".weight") and params[n].dim() == 2]
+    rest = [n for n in names if n not in decays]
+    assert {id(params[n]) for n in names} == {id(p) for p in student.parameters() if p.requires_grad}
+    groups = [{"params": [params[n] for n in ns], "weight_decay": wd} for ns, wd in ((decays, 0.1), (rest, 0.0)) if ns]
+    return torch.optim.AdamW(groups, lr=stage.lr, betas=(0.9, 0.95), fused=True)
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -360,7 +374,9 @@ def record(folder, args, teacher, tokens):
 
     temporary = folder.with_name(folder.name + ".tmp")
     temporary.mkdir(parents=True, exist_ok=True)
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=sys.path[0])
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     facts = {
         "source": teacher.config.source,
         "commit": asked.stdout.strip() or None,
@@ -385,7 +401,7 @@ def train(args, folder, student, teacher, tokenizer, windows, held, steps, first
     for step in range(first, end + 1):
         stage, start, stop = next((row for row in steps if row[1] <= step < row[2]), steps[-1])
         if optimizer is None or step == start:
-            resumed = optimizer is None and step not in (start, 0)
+            resumed = optimizer is None and step != start
             optimizer = optimizer_for(student, stage)
             if resumed:
                 restore(find_checkpoint(folder), optimizer, student)
@@ -483,9 +499,8 @@ def main():
     args, began = read_flags(), time.time()
     folder, newest = open_run(args)
     dtype, why = evaluate.precision(args.device, args.precision)
-    print(
-        f"device: {args.device}, {torch.get_num_threads()} threads; {str(dtype)[6:]} matmuls: {why}; state in float32"
-    )
+    matmuls = f"{str(dtype).removeprefix('torch.')} matmuls: {why}"
+    print(f"device: {args.device}, {torch.get_num_threads()} threads; {matmuls}; state in float32")
     teacher, tokenizer = load_teacher(args.teacher, device=args.device)
     if set(teacher.config.mixers) != {"softmax"}:
         raise BadInput(
@@ -494,9 +509,9 @@ def main():
     torch.manual_seed(args.seed)
     student = linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
     recipe = [dataclasses.replace(stage, lr=args.lr or stage.lr) for stage in RECIPES[args.recipe]]
-    rate = speed(args.device, dtype)
+    rate = flops_per_second(args.device, dtype)
     if not args.tokens:  # nine minutes of steps: the tenth goes to loading and scoring
-        per_token = sum(stage.tokens * flops_per_token(student, stage) for stage in recipe)
+        per_token = sum(stage.fraction * flops_per_token(student, stage) for stage in recipe)
         args.tokens = max(int(540 * rate / per_token / 10_000), 1) * 10_000
     windows, held = prepare(args, tokenizer, args.tokens)
     report(student)
@@ -521,4 +536,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    cli(main)
