@@ -8,7 +8,6 @@ A task is a row of TASKS: where its items are and how one becomes (context, choi
 shots. Results are printed and written to RUN/evaluation.json. Nothing here trains.
 """
 
-import argparse
 import difflib
 import json
 import math
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from surgery import BadInput, cli, load_teacher, read_json
+from surgery import BadInput, Parser, cli, load_teacher, read_json
 
 # ------------------------------------------------------------------ the machine
 
@@ -184,7 +183,7 @@ def scoreboard(held, tasks=()):
 
 
 def parser():
-    p = argparse.ArgumentParser(description="Score a run beside its teacher, or a teacher alone.", allow_abbrev=False)
+    p = Parser(description="Score a run beside its teacher, or a teacher alone.", allow_abbrev=False)
     p.add_argument("model", help="a run folder, or anything --teacher of train.py takes")
     p.add_argument("--tasks", default="", help=f"comma list of {', '.join(TASKS)} (default: held-out text only)")
     p.add_argument("--limit", type=int, default=0, help="only the first N items of a task (default 0: all)")

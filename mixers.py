@@ -311,8 +311,8 @@ class Mixer(nn.Module):
         eye = torch.eye(x.size(1), dtype=q.dtype, device=x.device)[None, :, None].expand(len(x), -1, self.heads, -1)
         return scan(q, k, eye, log_decay=log_decay, beta=beta)[0].transpose(1, 2)
 
-    def state_size(self):
-        """Floats that one layer carries per sequence while decoding."""
+    def state_size(self, T=0):
+        """Floats that one layer carries per sequence while decoding, after T tokens or any other number of them."""
         per_token = 2 * self.heads * self.head_dim
         kept = self.window + self.sinks if self.window else 0
         tail = 3 * self.heads * self.head_dim * max(self.conv - 1, 0)

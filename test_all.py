@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import distill
 import evaluate
@@ -533,6 +534,17 @@ def test_untouched_layers_share_memory():
         assert (p.data_ptr() in theirs) == (student.origin[name] == "shared") == (".mixer." not in name)
 
 
+def test_every_key_is_accounted_for(capsys):
+    teacher, _ = tiny_teacher()
+    student = surgery.linearize(teacher, "delta", keep=(1,))
+    surgery.report(student)
+    last = capsys.readouterr().out.splitlines()[-1]
+    told = {origin: int(n.replace(",", "")) for origin, n in re.findall(r"(shared|copied|new) ([\d,]+)", last)}
+    counts = {o: sum(p.numel() for n, p in student.named_parameters() if student.origin[n] == o) for o in told}
+    assert told == counts and last.endswith("; left out 0") and min(counts.values()) > 0
+    assert sum(counts.values()) == sum(p.numel() for p in student.parameters())
+
+
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (9, 3)])
 def test_grouped_heads_are_repeated_whole(heads, kv_heads):
     teacher, _ = tiny_teacher(heads=heads, kv_heads=kv_heads)
@@ -546,7 +558,7 @@ def test_grouped_heads_are_repeated_whole(heads, kv_heads):
 def test_saved_is_loaded(tmp_path, name):
     teacher, tokenizer = tiny_teacher()
     student = surgery.linearize(teacher, name, window=4 if name == "delta" else 0)
-    surgery.save(student, tokenizer, tmp_path / "run" / "step-3")
+    surgery.save(student, tokenizer, tmp_path / "run" / "step-00000003")
     again, tokenizer2 = surgery.load(tmp_path / "run")
     ids = torch.randint(0, 257, (2, 20))
     assert torch.equal(student(ids)[0], again(ids)[0]) and tokenizer2.encode("é 1") == tokenizer.encode("é 1")
@@ -567,17 +579,71 @@ def test_damaged_models_are_refused(teacher_folder, tmp_path):
     weights = teacher_folder / "model.safetensors"
     whole, config = weights.read_bytes(), (teacher_folder / "config.json").read_text()
     (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 40)
-    with pytest.raises(surgery.BadInput, match="download it again"):
+    with pytest.raises(surgery.BadInput, match="short.gguf: damaged.* get it again"):
         surgery.load_teacher(tmp_path / "short.gguf")
     for size in (0, 5, len(whole) // 2):
         weights.write_bytes(whole[:size])
-        with pytest.raises(surgery.BadInput, match="damaged or not whole"):
+        with pytest.raises(surgery.BadInput, match="teacher: damaged.* an older step"):
             surgery.load_teacher(teacher_folder)
     weights.write_bytes(whole)
-    for change in (('"width": 24', '"width": 25'), ('"layers": 2', '"layers": 3'), ('"ffn": 32', '"ffn": 31')):
+    changes = (('"width": 24', '"width": 25'), ('"layers": 2', '"layers": 3'), ('"ffn": 32', '"ffn": "32"'))
+    for change in (*changes, ('"rope_base": 10000.0', '"rope_base": "x"'), ('"tied"', '"tide"')):
         (teacher_folder / "config.json").write_text(config.replace(*change))
-        with pytest.raises(surgery.BadInput, match="contradict|by its config"):
+        with pytest.raises(surgery.BadInput, match="contradict|by its config|wanted a positive|damaged"):
             surgery.load_teacher(teacher_folder)
+
+
+def hugging_face_folder(folder):
+    """A tiny Llama in the hub's format, written by hand."""
+    teacher, _ = tiny_teacher()
+    c, weights = teacher.config, {}
+    for name, w in teacher.state_dict().items():
+        name = re.sub(r"mixer\.([qkvo])", r"self_attn.\1_proj", re.sub(r"mlp\.(\w+)", r"mlp.\1_proj", name))
+        name = name.replace("norm1", "input_layernorm").replace("norm2", "post_attention_layernorm")
+        name = "model." + name.replace("blocks.", "layers.").replace("embed.", "embed_tokens.")
+        weights |= {} if name.startswith("model.head") else {name: w.clone()}
+    config = {ours: getattr(c, name) for name, (ours, _) in surgery.FIELDS.items()}
+    config |= {"model_type": "llama", "vocab_size": c.vocab, "tie_word_embeddings": True}
+    vocab = {char: i for i, char in enumerate(surgery.byte_of_char())}
+    tokens = {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    return teacher
+
+
+def test_hugging_face_folder_is_the_teacher(tmp_path):
+    teacher = hugging_face_folder(tmp_path / "hf")
+    loaded, tokenizer = surgery.load_teacher(tmp_path / "hf")
+    ids = torch.tensor([tokenizer.encode("abc é")])
+    assert torch.equal(loaded(ids)[0], teacher(ids)[0]) and tokenizer.decode(ids[0].tolist()) == "abc é"
+
+
+DAMAGED = {  # file, what stands in it
+    "a list": ("config.json", "[1]"),
+    "no JSON": ("config.json", "{"),
+    "another architecture": ("config.json", '{"model_type": "mamba"}'),
+    "no sizes": ("config.json", '{"model_type": "llama"}'),
+    "wrong types": ("config.json", '{"model_type": "llama", "hidden_size": "24", "num_attention_heads": 0}'),
+    "tokenizer cut": ("tokenizer.json", '{"model": {"type": "BPE", "voc'),
+    "tokenizer empty": ("tokenizer.json", "{}"),
+    "tokenizer of another model": (
+        "tokenizer.json",
+        '{"model": {"vocab": {"a": 999}, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}',
+    ),
+    "index without map": ("model.safetensors.index.json", "{}"),
+    "index to elsewhere": ("model.safetensors.index.json", '{"weight_map": {"a": "../secret.safetensors"}}'),
+    "weights cut": ("model.safetensors", "\x08"),
+}
+
+
+@pytest.mark.parametrize("file, text", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_hugging_face_folders_are_one_sentence(tmp_path, file, text):
+    hugging_face_folder(tmp_path / "hf")
+    (tmp_path / "hf" / file).write_text(text)
+    with pytest.raises(surgery.BadInput, match=r"hf.*; |config: .*wanted"):
+        surgery.load_teacher(tmp_path / "hf")
 
 
 # ---------------------------------------------------------------- 4. A stage is a mean per token, whatever the pieces
@@ -793,8 +859,8 @@ BAD = {
     "wrong option": (["--option", "gate=relu"], "wanted none, silu or sigmoid"),
     "no number": (["--option", "conv"], "wanted 0,8,16 and NAME=VALUE"),
     "no such device": (["--device", "abacus"], "try --device cpu"),
-    "no tokens": (["--tokens", "0"], "larger whole number"),
-    "no context": (["--context", "0"], "larger whole number"),
+    "no tokens": (["--tokens", "0"], "wanted a number from"),
+    "no context": (["--context", "0"], "wanted a number from"),
 }
 
 

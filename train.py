@@ -36,6 +36,7 @@ from mixers import MIXERS
 from surgery import (
     SIZES,
     BadInput,
+    Parser,
     cli,
     find_checkpoint,
     is_hub_name,
@@ -43,6 +44,7 @@ from surgery import (
     load,
     load_teacher,
     read_json,
+    reading,
     report,
     save,
     stream,
@@ -53,7 +55,7 @@ from surgery import (
 
 def parser():
     """Every flag. One that may differ when a run goes on is also named in `open_run`."""
-    p = argparse.ArgumentParser(description="Linearize a teacher and distil it.", allow_abbrev=False)
+    p = Parser(description="Linearize a teacher and distil it.", allow_abbrev=False)
     g = p.add_argument_group("model")
     g.add_argument("--mixer", default="delta", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
     g.add_argument("--size", default="140m", help=f"teacher by size: {', '.join(SIZES)} (default 140m)")
@@ -92,28 +94,40 @@ def count(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 50000, 50k, 3m or 1b") from None
 
 
+RANGES = {
+    "lr": (1e-9, 1),
+    "tokens": (1, 10**13),
+    "context": (2, 2**20),
+    "batch": (1, 2**20),
+    "save_every": (1, 10**9),
+    "window": (0, 2**20),
+    "calibrate": (0, 2**20),
+    "seed": (0, 2**31),
+}
+
+
 def read_flags():
     args = parser().parse_args()
     if args.mixer not in MIXERS:
         near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
-    for name in ("context", "batch", "save_every", "tokens"):
-        if getattr(args, name) is not None and getattr(args, name) < (2 if name == "context" else 1):
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted a larger whole number")
     hybrid = args.window or args.keep
     args.recipe = args.recipe or ("hybrid" if hybrid else "default")
     args.calibrate = (0 if hybrid else 16) if args.calibrate is None else args.calibrate
-    for name in ("window", "calibrate", "seed"):
-        if getattr(args, name) < 0:
-            raise BadInput(f"--{name} {getattr(args, name)}: wanted 0 or more")
-    if args.lr is not None and not 0 < args.lr < math.inf:
-        raise BadInput(f"--lr {args.lr}: wanted a number above 0, such as 3e-4")
+    for name, (low, high) in RANGES.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: wanted a number from {low} to {high}")
+    if args.window > args.context:
+        raise BadInput(
+            f"--window {args.window}: wanted at most --context {args.context}; a wider one would never slide"
+        )
     if args.mixer == "softmax" and args.recipe == "haller":
         raise BadInput("--mixer softmax --recipe haller: its first stage trains new mixers, here are none; try default")
-    try:
+    with reading(f"--device {args.device}", "try --device cpu"):
+        if torch.device(args.device).type not in ("cpu", "cuda", "mps"):
+            raise ValueError("not cpu, cuda or mps")
         torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise BadInput(f"--device {args.device}: {str(error).splitlines()[0]}; try --device cpu") from None
     args.teacher = args.teacher or args.size
     window = f"-w{args.window}" if args.window else ""
     teacher = Path(args.teacher).name.removesuffix(".gguf").lower()
@@ -162,33 +176,27 @@ def documents(source):
 
 
 def texts_of(path):
-    try:
+    with reading(f"--data {path}", "give UTF-8 text, or rows with a 'text' field"):
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            yield from pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
+            found = pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
         elif path.suffix == ".jsonl":
-            yield from (json.loads(line)["text"] for line in path.open(encoding="utf-8") if line.strip())
+            found = (json.loads(line)["text"] for line in path.open(encoding="utf-8") if line.strip())
         else:
-            text = path.read_text(encoding="utf-8")
-            if "\0" in text:
-                raise ValueError("it has zero bytes")
-            yield from (part for part in text.split("\n<|endoftext|>\n") if part.strip())
-    except (ValueError, KeyError, OSError) as error:
-        reason = f"{type(error).__name__}: {str(error)[:120]}"
-        raise BadInput(f"--data {path}: not text, or no 'text' field ({reason}); give UTF-8 text") from None
+            found = (part for part in path.read_text(encoding="utf-8-sig").split("\n<|endoftext|>\n") if part.strip())
+        for text in found:
+            if not isinstance(text, str) or "\0" in text:
+                raise ValueError(f"{text!r:.40} is no text")
+            yield text
 
 
 def hub_texts(name):
     from datasets import load_dataset
 
-    try:
+    with reading(f"--data {name}", "check the network and the name on the hub, or give a local file"):
         for row in load_dataset(name, split="train", streaming=True):
             yield row["text"]
-    except Exception as error:  # datasets raises what its parts raise
-        raise BadInput(
-            f"--data {name}: the hub gave no such text ({type(error).__name__}); give a local file"
-        ) from None
 
 
 def documentation():
@@ -342,12 +350,16 @@ def restore(folder, optimizer, student):
     """The moments and the random state of a checkpoint, back into a fresh optimizer."""
     from safetensors.torch import load_file
 
-    saved = load_file(folder / "optimizer.safetensors")
-    torch.set_rng_state(saved.pop("rng"))
-    params = dict(student.named_parameters())
-    for key, value in saved.items():
-        name, field = key.split("|")
-        optimizer.state[params[name]][field] = value.to(params[name].device) if value.dim() else value
+    with reading(folder, "delete this step and --resume from the one before"):
+        saved = load_file(folder / "optimizer.safetensors")
+        torch.set_rng_state(saved.pop("rng"))
+        params = {id(p): name for name, p in student.named_parameters()}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for field in ("step", "exp_avg", "exp_avg_sq"):
+                value = saved.pop(f"{params[id(p)]}|{field}")
+                optimizer.state[p][field] = value if field == "step" else value.to(p.device).view_as(p)
+        if saved:
+            raise ValueError(f"{len(saved)} moments of parameters that this stage does not train")
 
 
 def open_run(args):
@@ -361,6 +373,8 @@ def open_run(args):
     if not (folder / "args.json").exists():
         raise BadInput(f"--resume: no run in {folder}; leave out --resume to start one")
     theirs = read_json(folder / "args.json")
+    if type(theirs.get("tokens")) is not int:
+        raise BadInput(f"--resume: {folder}/args.json does not say how many tokens; start the run again")
     for key, value in mine.items():
         if theirs.get(key) != value and not (key == "tokens" and value is None):
             raise BadInput(f"--resume: {folder} was started with {key} = {theirs.get(key)!r}, not {value!r}")
@@ -393,13 +407,13 @@ def record(folder, args, teacher, tokens):
 # ------------------------------------------------------------------ the loop
 
 
-def train(args, folder, student, teacher, tokenizer, windows, held, steps, first, dtype):
-    """Every stage of `steps` from step `first` on: cheap validation -> save -> stop -> step -> log."""
-    end, began, optimizer = steps[-1][2], time.time(), None
+def train(args, folder, student, teacher, tokenizer, windows, held, stages, first, dtype):
+    """Every row of `stages` from step `first` on: cheap validation -> save -> stop -> step -> log."""
+    end, began, optimizer = stages[-1][2], time.time(), None
     bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True)
     log = reopen(folder / "metrics.jsonl", first)
     for step in range(first, end + 1):
-        stage, start, stop = next((row for row in steps if row[1] <= step < row[2]), steps[-1])
+        stage, start, stop = next((row for row in stages if row[1] <= step < row[2]), stages[-1])
         if optimizer is None or step == start:
             resumed = optimizer is None and step != start
             optimizer = optimizer_for(student, stage)
@@ -435,8 +449,9 @@ def train(args, folder, student, teacher, tokenizer, windows, held, steps, first
 
 def reopen(path, first):
     """metrics.jsonl to append to, without the rows of steps that a kill undid (its last line may be half)."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
+    with reading(path, "restore or delete it"):
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
     path.write_text("".join(line + "\n" for line in kept))
     return path.open("a", buffering=1)
 
@@ -506,6 +521,8 @@ def main():
         raise BadInput(
             f"--teacher {args.teacher}: it is no softmax model but {teacher.config.mixers[0]}; give a teacher"
         )
+    if args.context > teacher.config.context:
+        raise BadInput(f"--context {args.context}: this teacher was trained on at most {teacher.config.context}")
     torch.manual_seed(args.seed)
     student = linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
     recipe = [dataclasses.replace(stage, lr=args.lr or stage.lr) for stage in RECIPES[args.recipe]]
@@ -517,11 +534,18 @@ def main():
     report(student)
     teacher = copy.deepcopy(teacher).to(dtype)  # the student trains the weights that it shared
     teacher.requires_grad_(False)
-    steps = plan(args, recipe)
-    work = sum(flops_per_token(student, s) * (b - a) * args.batch * args.context for s, a, b in steps)
-    state = sum(b.mixer.state_size() for b in student.blocks)
-    need = memory(student, args.batch * args.context, dtype) / 2**30
-    print(f"plan: {steps[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats")
+    stages = plan(args, recipe)
+    work = sum(flops_per_token(student, s) * (b - a) * args.batch * args.context for s, a, b in stages)
+    state = sum(b.mixer.state_size(args.context) for b in student.blocks)
+    need, here = memory(student, args.batch * args.context, dtype) / 2**30, math.inf
+    if args.device == "cpu" and hasattr(os, "sysconf"):
+        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if need > here or args.calibrate > len(windows):
+        raise BadInput(
+            f"--batch {args.batch} --context {args.context} --calibrate {args.calibrate}: too much for {here:.0f} GiB "
+            f"(about {need:.0f} needed) or for {len(windows)} windows of text; take less"
+        )
+    print(f"plan: {stages[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats")
     print(f"plan: about {work / rate / 60 + 1:.0f} minutes at {rate / 1e9:.0f} GFLOP/s here, {need:.1f} GiB")
     if newest:
         student = load(newest, device=args.device)[0]
@@ -531,7 +555,7 @@ def main():
         with evaluate.autocast(args.device, dtype):
             calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
     first = int(newest.name.split("-")[1]) if newest else 0
-    train(args, folder, student, teacher, tokenizer, windows, held, steps, first, dtype)
+    train(args, folder, student, teacher, tokenizer, windows, held, stages, first, dtype)
     finish(args, folder, student, teacher, tokenizer, held, dtype, (time.time() - began) / 60)
 
 
