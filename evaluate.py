@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from surgery import BadInput, Parser, cli, load_teacher, read_json
+from surgery import BadInput, Parser, cli, load_teacher, read_json, reading
 
 # ------------------------------------------------------------------ the machine
 
@@ -97,16 +97,12 @@ def items_of(task, data_dir):
         found = sorted(Path(data_dir).rglob(name)) or sorted(Path(data_dir).glob(f"{task}/*.jsonl"))
         if not found:
             raise BadInput(f"task {task!r}: no {name} under {data_dir}; without --data-dir the hub's {hub[0]} is taken")
-        return [json.loads(line) for line in found[0].read_text().splitlines() if line.strip()]
+        with reading(found[0]):
+            return [json.loads(line) for line in found[0].read_text(encoding="utf-8").splitlines() if line.strip()]
     from datasets import load_dataset
 
-    try:
+    with reading(f"task {task!r} from the hub's {hub[0]}", f"or give --data-dir with {name} in it"):
         return list(load_dataset(hub[0], hub[1], split=hub[2]))
-    except Exception as error:  # datasets raises what its parts raise
-        reason = type(error).__name__
-        raise BadInput(
-            f"task {task!r}: the hub gave no {hub[0]} ({reason}); give --data-dir with {name} in it"
-        ) from None
 
 
 @torch.no_grad()
@@ -142,8 +138,8 @@ def likelihoods(model, tokenizer, pairs, *, batch=16, device="cpu"):
 
 def score(model, tokenizer, task, items, **how):
     """-> {metric: (mean, standard error)}: acc, and for lambada perplexity of the last word (no error given)."""
-    read = TASKS[task][2]
-    asked = [read(item) for item in items]
+    with reading(f"task {task!r}", "its items lack the fields that TASKS reads"):
+        asked = [TASKS[task][2](item) for item in items]
     pairs = [(context, " " + c.lstrip() if answer is not None else c) for context, cs, answer in asked for c in cs]
     found = iter(likelihoods(model, tokenizer, pairs, **how))
     right, surprise = [], []
@@ -199,6 +195,8 @@ def main():
 
     args = parser().parse_args()
     tasks = [t for t in args.tasks.split(",") if t]
+    if args.limit < 0:
+        raise BadInput(f"--limit {args.limit}: wanted 0 (all items) or more")
     for task in tasks:
         if task not in TASKS:
             near = difflib.get_close_matches(task, TASKS, 1) or list(TASKS)
@@ -217,7 +215,9 @@ def main():
         if teacher and (folder / "heldout.safetensors").exists():
             from safetensors.torch import load_file
 
-            held = heldout(model, teacher, load_file(folder / "heldout.safetensors")["tokens"].to(device))
+            with reading(folder / "heldout.safetensors", "delete it to score tasks alone"):
+                tokens = load_file(folder / "heldout.safetensors")["tokens"].long().to(device)
+            held = heldout(model, teacher, tokens)
         for task, items in asked.items():
             theirs = score(teacher, tokenizer, task, items, device=device) if teacher else None
             rows.append((f"{task} ({len(items)})", theirs, score(model, tokenizer, task, items, device=device)))

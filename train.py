@@ -298,6 +298,23 @@ def plan(args, recipe):
     return rows
 
 
+def announce(args, student, stages, rate, dtype, windows):
+    """Print steps, work, state, minutes and memory to expect; BadInput if memory or text is too small for the flags."""
+    tokens = args.batch * args.context
+    work = sum(flops_per_token(student, stage) * (stop - start) * tokens for stage, start, stop in stages)
+    state = sum(block.mixer.state_size(args.context) for block in student.blocks)
+    need, here = memory(student, tokens, dtype) / 2**30, math.inf
+    if args.device == "cpu" and hasattr(os, "sysconf"):
+        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if need > here or args.calibrate > windows:
+        raise BadInput(
+            f"--batch {args.batch} --context {args.context} --calibrate {args.calibrate}: too much for {here:.0f} GiB "
+            f"(about {need:.0f} needed) or for {windows} windows of text; take less"
+        )
+    print(f"plan: {stages[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats")
+    print(f"plan: about {work / rate / 60 + 1:.0f} minutes at {rate / 1e9:.0f} GFLOP/s here, {need:.1f} GiB")
+
+
 def rate_at(stage, done):
     """Learning rate after the share `done` of a stage: 5% warm-up, then as the stage's schedule says."""
     shape = {
@@ -411,40 +428,40 @@ def train(args, folder, student, teacher, tokenizer, windows, held, stages, firs
     """Every row of `stages` from step `first` on: cheap validation -> save -> stop -> step -> log."""
     end, began, optimizer = stages[-1][2], time.time(), None
     bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True)
-    log = reopen(folder / "metrics.jsonl", first)
-    for step in range(first, end + 1):
-        stage, start, stop = next((row for row in stages if row[1] <= step < row[2]), stages[-1])
-        if optimizer is None or step == start:
-            resumed = optimizer is None and step != start
-            optimizer = optimizer_for(student, stage)
-            if resumed:
-                restore(find_checkpoint(folder), optimizer, student)
-            bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
-        if step % args.save_every == 0 or step == end:
-            with torch.no_grad(), evaluate.autocast(args.device, dtype):
-                kl = STAGES["logits"](student, teacher, held[:4].to(args.device))["kl"].item()
-            log.write(json.dumps({"step": step, "tokens": step * args.batch * args.context, "heldout_kl": kl}) + "\n")
-            bar.write(f"step {step}: held-out KL {kl:.3f}")
-            if step > first:
+    with bar, reopen(folder / "metrics.jsonl", first) as log:
+        for step in range(first, end + 1):
+            stage, start, stop = next((row for row in stages if row[1] <= step < row[2]), stages[-1])
+            if optimizer is None or step == start:
+                resumed = optimizer is None and step != start
+                optimizer = optimizer_for(student, stage)
+                if resumed:
+                    restore(find_checkpoint(folder), optimizer, student)
+                bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
+            if step % args.save_every == 0 or step == end:
+                with torch.no_grad(), evaluate.autocast(args.device, dtype):
+                    kl = STAGES["logits"](student, teacher, held[:4].to(args.device))["kl"].item()
+                seen = {"step": step, "tokens": step * args.batch * args.context, "heldout_kl": kl}
+                log.write(json.dumps(seen) + "\n")
+                bar.write(f"step {step}: held-out KL {kl:.3f}")
+                if step > first:
+                    checkpoint(folder, step, student, tokenizer, optimizer)
+            if step == end:
+                break
+            lr = rate_at(stage, (step - start) / (stop - start))
+            tokens = batch_at(windows, step, args.batch, args.seed).to(args.device)
+            losses = one_step(student, teacher, tokens, stage, optimizer, lr, args, dtype)
+            speed = (step + 1 - first) * args.batch * args.context / (time.time() - began)
+            facts = {"step": step, "stage": stage.loss, "lr": lr, "tokens_per_s": round(speed, 1)}
+            log.write(json.dumps(facts | losses) + "\n")
+            bad = [name for name, value in losses.items() if not math.isfinite(value)]
+            if bad:
                 checkpoint(folder, step, student, tokenizer, optimizer)
-        if step == end:
-            break
-        lr = rate_at(stage, (step - start) / (stop - start))
-        tokens = batch_at(windows, step, args.batch, args.seed).to(args.device)
-        losses = one_step(student, teacher, tokens, stage, optimizer, lr, args, dtype)
-        speed = (step + 1 - first) * args.batch * args.context / (time.time() - began)
-        facts = {"step": step, "stage": stage.loss, "lr": lr, "tokens_per_s": round(speed, 1)}
-        log.write(json.dumps(facts | losses) + "\n")
-        bad = [name for name, value in losses.items() if not math.isfinite(value)]
-        if bad:
-            checkpoint(folder, step, student, tokenizer, optimizer)
-            raise BadInput(
-                f"step {step}, stage {stage.loss}: {bad[0]} is {losses[bad[0]]} at lr {lr:g} ({losses}); "
-                "the weights before it are saved; start again with a smaller --lr"
-            )
-        bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
-        bar.update()
-    bar.close()
+                raise BadInput(
+                    f"step {step}, stage {stage.loss}: {bad[0]} is {losses[bad[0]]} at lr {lr:g} ({losses}); "
+                    "the weights before it are saved; start again with a smaller --lr"
+                )
+            bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
+            bar.update()
 
 
 def reopen(path, first):
@@ -535,18 +552,7 @@ def main():
     teacher = copy.deepcopy(teacher).to(dtype)  # the student trains the weights that it shared
     teacher.requires_grad_(False)
     stages = plan(args, recipe)
-    work = sum(flops_per_token(student, s) * (b - a) * args.batch * args.context for s, a, b in stages)
-    state = sum(b.mixer.state_size(args.context) for b in student.blocks)
-    need, here = memory(student, args.batch * args.context, dtype) / 2**30, math.inf
-    if args.device == "cpu" and hasattr(os, "sysconf"):
-        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if need > here or args.calibrate > len(windows):
-        raise BadInput(
-            f"--batch {args.batch} --context {args.context} --calibrate {args.calibrate}: too much for {here:.0f} GiB "
-            f"(about {need:.0f} needed) or for {len(windows)} windows of text; take less"
-        )
-    print(f"plan: {stages[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats")
-    print(f"plan: about {work / rate / 60 + 1:.0f} minutes at {rate / 1e9:.0f} GFLOP/s here, {need:.1f} GiB")
+    announce(args, student, stages, rate, dtype, len(windows))
     if newest:
         student = load(newest, device=args.device)[0]
     elif not folder.exists():
