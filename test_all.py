@@ -886,6 +886,21 @@ def test_a_run_is_not_overwritten_or_resumed_as_another(teacher_folder, tmp_path
         call(train, monkeypatch, *words, "--resume", "--seed", "3")
 
 
+@pytest.mark.parametrize("damage", ["cut", "foreign", "incomplete"])
+def test_a_damaged_optimizer_is_one_sentence(teacher_folder, tmp_path, monkeypatch, damage):
+    words = command(teacher_folder, tmp_path / "run")
+    call(train, monkeypatch, *words)
+    file = surgery.find_checkpoint(tmp_path / "run") / "optimizer.safetensors"
+    whole = load_file(file)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        other = {"another.weight|exp_avg": torch.ones(2)} if damage == "foreign" else {}
+        save_file(whole | other if other else dict(list(whole.items())[1:]), file)
+    with pytest.raises(surgery.BadInput, match="delete this step and --resume from the one before"):
+        call(train, monkeypatch, *words, "--resume")
+
+
 def test_no_network_and_no_cache_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(surgery, "CACHE", tmp_path)
     monkeypatch.setattr(surgery, "from_hub", lambda name, offline=False: None)
