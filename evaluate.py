@@ -210,14 +210,16 @@ def main():
     model, tokenizer = load_teacher(args.model, dtype=dtype, device=device)
     baseline = args.baseline or recorded.get("teacher")
     teacher = load_teacher(baseline, dtype=dtype, device=device)[0] if baseline else None
+    if teacher and teacher.config.vocab != model.config.vocab:
+        ids = f"it has {teacher.config.vocab} ids, the model {model.config.vocab}"
+        raise BadInput(f"--baseline {baseline}: {ids}; give the model's own teacher")
     held, rows = None, []
     with autocast(device, dtype):
         if teacher and (folder / "heldout.safetensors").exists():
             from safetensors.torch import load_file
 
             with reading(folder / "heldout.safetensors", "delete it to score tasks alone"):
-                tokens = load_file(folder / "heldout.safetensors")["tokens"].long().to(device)
-            held = heldout(model, teacher, tokens)
+                held = heldout(model, teacher, load_file(folder / "heldout.safetensors")["tokens"].long().to(device))
         for task, items in asked.items():
             theirs = score(teacher, tokenizer, task, items, device=device) if teacher else None
             rows.append((f"{task} ({len(items)})", theirs, score(model, tokenizer, task, items, device=device)))
