@@ -846,6 +846,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(teacher_folder, tmp_path, monke
     assert all(w.isfinite().all() for w in weights_of(tmp_path / "run").values())
 
 
+def test_weights_that_are_not_finite_are_not_saved(teacher_folder, tmp_path, monkeypatch):
+    stage, calls = distill.STAGES["logits"], itertools.count(1)
+
+    def poison(student, *rest, **more):
+        if next(calls) > 12:
+            student.norm.weight.data[0] = math.nan
+        return stage(student, *rest, **more)
+
+    monkeypatch.setitem(distill.STAGES, "logits", poison)
+    with pytest.raises(surgery.BadInput, match="not finite and were not saved"):
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))
+    kept = surgery.find_checkpoint(tmp_path / "run")
+    assert kept is None or all(w.isfinite().all() for w in weights_of(tmp_path / "run").values())
+
+
 BAD = {
     "unknown mixer": (["--mixer", "gated_dleta"], "did you mean 'gated_delta'"),
     "no data": (["--data", "missing.txt"], "no such file or folder"),
@@ -890,6 +905,7 @@ def test_a_run_is_not_overwritten_or_resumed_as_another(teacher_folder, tmp_path
 def test_a_damaged_optimizer_is_one_sentence(teacher_folder, tmp_path, monkeypatch, damage):
     words = command(teacher_folder, tmp_path / "run")
     call(train, monkeypatch, *words)
+    (tmp_path / "run" / "scores.json").unlink()  # as if it had been killed while scoring
     file = surgery.find_checkpoint(tmp_path / "run") / "optimizer.safetensors"
     whole = load_file(file)
     if damage == "cut":

@@ -342,7 +342,12 @@ def checkpoint(folder, step, student, tokenizer, optimizer):
     """Write folder/step-N whole or not at all (temporary name, fsync, rename); keep it and the one before."""
     from safetensors.torch import save_file
 
-    target, temporary = folder / f"step-{step:08d}", folder / "step.tmp"
+    target, temporary, kept = folder / f"step-{step:08d}", folder / "step.tmp", find_checkpoint(folder)
+    where = f"{kept.name} is whole" if kept else "there was none before"
+    if not all(p.isfinite().all() for p in student.parameters()):
+        raise BadInput(
+            f"step {step}: weights are not finite and were not saved; {where}; start again with a smaller --lr"
+        )
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         save(student, tokenizer, temporary)
@@ -356,8 +361,6 @@ def checkpoint(folder, step, student, tokenizer, optimizer):
         temporary.rename(target)
     except Exception as error:  # safetensors has its own error for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        kept = find_checkpoint(folder)
-        where = f"{kept.name} is whole" if kept else "there was none before"
         raise BadInput(f"saving step {step} in {folder} failed ({error}); {where}; make room and --resume") from None
     for old in sorted(folder.glob("step-*[0-9]"))[:-2]:
         shutil.rmtree(old)
@@ -458,7 +461,7 @@ def train(args, folder, student, teacher, tokenizer, windows, held, stages, firs
                 checkpoint(folder, step, student, tokenizer, optimizer)
                 raise BadInput(
                     f"step {step}, stage {stage.loss}: {bad[0]} is {losses[bad[0]]} at lr {lr:g} ({losses}); "
-                    "the weights before it are saved; start again with a smaller --lr"
+                    "the weights before it are saved; start again with a smaller --lr and another --out"
                 )
             bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
             bar.update()
@@ -538,6 +541,10 @@ def main():
         raise BadInput(
             f"--teacher {args.teacher}: it is no softmax model but {teacher.config.mixers[0]}; give a teacher"
         )
+    if newest and read_json(folder / "args.json").get("source") != teacher.config.source:
+        raise BadInput(
+            f"--resume: {folder} was started from another teacher than {teacher.config.source}; start a new run"
+        )
     if args.context > teacher.config.context:
         raise BadInput(f"--context {args.context}: this teacher was trained on at most {teacher.config.context}")
     torch.manual_seed(args.seed)
@@ -561,6 +568,9 @@ def main():
         with evaluate.autocast(args.device, dtype):
             calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
     first = int(newest.name.split("-")[1]) if newest else 0
+    if first == stages[-1][2] and (folder / "scores.json").exists():
+        print(f"{folder} is finished; score it with: python evaluate.py {folder}")
+        return
     train(args, folder, student, teacher, tokenizer, windows, held, stages, first, dtype)
     finish(args, folder, student, teacher, tokenizer, held, dtype, (time.time() - began) / 60)
 
