@@ -180,10 +180,9 @@ def unit(x):
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def half_lives(shape, shortest=16, longest=512):
-    """-> log_decay ≤ 0 per head, shape (H, …): geometric half-lives in tokens, so some heads look near and some far."""
-    half_life = shortest * (longest / shortest) ** torch.linspace(0, 1, shape[0])
-    return (-math.log(2) / half_life).view(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
+def half_lives(heads, shortest=16, longest=512):
+    """-> (heads,): geometric half-lives in tokens, some near and some far; log_decay is −ln 2 over them."""
+    return shortest * (longest / shortest) ** torch.linspace(0, 1, heads)
 
 
 GATES = {None: None, "silu": (F.silu, 1.278465), "sigmoid": (torch.sigmoid, 4.0)}  # bias: silu(1.2785) = 1
@@ -241,7 +240,7 @@ class Mixer(nn.Module):
         """x (B, T, width), q, k, v (B, T, H, K) -> (q, k, v, log_decay, beta) for `scan`."""
         return q, k, v, None, None
 
-    def reach(self, half_life):
+    def remember(self, half_life):
         """Start with these half-lives, (H,) in tokens, if the cell has any to set; `calibrate` measures them."""
 
     def forward(self, x, state=None, *, mask=None, form="auto"):
@@ -472,12 +471,11 @@ class GLA(Mixer):
     def parts(self):
         self.down, self.up = nn.Linear(self.width, 16, bias=False), nn.Linear(16, self.heads * self.head_dim)
         nn.init.normal_(self.up.weight, std=1e-3)
-        kept = (16 * half_lives((self.heads, self.head_dim))).exp().flatten()
-        self.up.bias.data = torch.logit(kept)
+        self.remember(half_lives(self.heads))
 
-    def reach(self, half_life):
+    def remember(self, half_life):
         kept = (2 ** (-16 / half_life)).clamp(1e-12, 1 - 1e-6)  # per token, before the 16th root
-        self.up.bias.copy_(torch.logit(kept).repeat_interleave(self.head_dim))
+        self.up.bias.data.copy_(torch.logit(kept).repeat_interleave(self.head_dim))
 
     def cell(self, x, q, k, v):
         log_decay = F.logsigmoid(wide(self.up(self.down(x)))) / 16
@@ -511,10 +509,11 @@ class Gated_Delta(Delta):
         nn.init.normal_(last.weight, std=1e-3)
         self.dt = nn.Sequential(nn.Linear(self.width, rank, bias=False), last) if rank else last
         self.A_log = nn.Parameter(torch.zeros(self.heads, 1))
-        self.dt_bias = nn.Parameter(torch.log(torch.expm1(-half_lives((self.heads, per_head)))))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads, per_head))
+        self.remember(half_lives(self.heads))
 
-    def reach(self, half_life):
-        self.dt_bias.copy_(torch.log(torch.expm1(math.log(2) / half_life))[:, None].expand_as(self.dt_bias))
+    def remember(self, half_life):
+        self.dt_bias.data.copy_(torch.log(torch.expm1(math.log(2) / half_life))[:, None].expand_as(self.dt_bias))
 
     def cell(self, x, q, k, v):
         q, k, v, _, beta = super().cell(x, q, k, v)

@@ -735,7 +735,7 @@ def test_reach_is_the_median_distance_of_attention():
 @pytest.mark.parametrize("name", ["gla", "gated_delta", "kda"])
 def test_a_head_reaches_as_far_as_it_is_told(name):
     mixer, x, half_life = build(name, CONFIG), torch.randn(2, 9, CONFIG.width), torch.tensor([0.5, 6.5, 40.0])
-    mixer.reach(half_life)
+    mixer.remember(half_life)
     log_decay = mixer.streams(x, mixer.positions(x, {}, None), {}, {}, None)[1][3]
     torch.testing.assert_close(log_decay.mean((0, 1, 3)), -math.log(2) / half_life, rtol=0.02, atol=1e-4)
 
