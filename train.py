@@ -37,6 +37,7 @@ from surgery import (
     SIZES,
     BadInput,
     Parser,
+    checkpoints,
     cli,
     find_checkpoint,
     is_hub_name,
@@ -73,7 +74,7 @@ def parser():
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
     g.add_argument("--batch", type=int, default=1, help="sequences a step (default 1: steps count more than batch)")
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
-    g.add_argument("--calibrate", type=int, help="sequences to solve W_o on first (default 16, a hybrid 0)")
+    g.add_argument("--calibrate", type=int, help="sequences to calibrate on first (default 16, a hybrid 0)")
     g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
     g = p.add_argument_group("run")
     g.add_argument("--out", help="folder of the run (default runs/MIXER-SIZE…)")
@@ -107,6 +108,7 @@ RANGES = {
 
 
 def read_flags():
+    """The flags, checked and completed (recipe, calibrate, teacher, out)."""
     args = parser().parse_args()
     if args.mixer not in MIXERS:
         near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
@@ -176,6 +178,7 @@ def documents(source):
 
 
 def texts_of(path):
+    """The texts of one file: rows' 'text', or parts between lines <|endoftext|>."""
     with reading(f"--data {path}", "give UTF-8 text, or rows with a 'text' field"):
         if path.suffix == ".parquet":
             import pyarrow.parquet
@@ -185,13 +188,11 @@ def texts_of(path):
             found = (json.loads(line)["text"] for line in path.open(encoding="utf-8") if line.strip())
         else:
             found = (part for part in path.read_text(encoding="utf-8-sig").split("\n<|endoftext|>\n") if part.strip())
-        for text in found:
-            if not isinstance(text, str) or "\0" in text:
-                raise ValueError(f"{text!r:.40} is no text")
-            yield text
+        yield from found
 
 
 def hub_texts(name):
+    """The 'text' of each row of a hub data set, streamed."""
     from datasets import load_dataset
 
     with reading(f"--data {name}", "check the network and the name on the hub, or give a local file"):
@@ -229,6 +230,8 @@ def prepare(args, tokenizer, needed):
     """
     parts, total, start = [], 0, time.time()
     for text in documents(args.data):
+        if not isinstance(text, str) or "\0" in text:
+            raise BadInput(f"--data {args.data}: {text!r:.40} is no text; give UTF-8 text, or rows with a 'text' field")
         parts.append(np.array(tokenizer.encode(text) + [tokenizer.eos], np.int32))
         total += len(parts[-1])
         if total > max(needed, 20_000_000):
@@ -285,7 +288,7 @@ def memory(model, tokens_a_step, dtype):
     """Bytes to expect at the peak: weights, gradients, moments, teacher, activations (measured, delta at 140m)."""
     c, size = model.config, sum(p.numel() for p in model.parameters())
     activations = 4 * tokens_a_step * c.layers * (16 * c.width + 4 * c.ffn)
-    return (16 + dtype.itemsize) * size + activations + 16 * min(tokens_a_step, 512) * c.vocab + 2**29
+    return (16 + dtype.itemsize) * size + activations + 16 * min(tokens_a_step, 512) * c.vocab + 2**30
 
 
 def plan(args, recipe):
@@ -304,7 +307,7 @@ def announce(args, student, stages, rate, dtype, windows):
     work = sum(flops_per_token(student, stage) * (stop - start) * tokens for stage, start, stop in stages)
     state = sum(block.mixer.state_size(args.context) for block in student.blocks)
     need, here = memory(student, tokens, dtype) / 2**30, math.inf
-    if args.device == "cpu" and hasattr(os, "sysconf"):
+    if torch.device(args.device).type == "cpu" and hasattr(os, "sysconf"):
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if need > here or args.calibrate > windows:
         raise BadInput(
@@ -362,7 +365,7 @@ def checkpoint(folder, step, student, tokenizer, optimizer):
     except Exception as error:  # safetensors has its own error for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise BadInput(f"saving step {step} in {folder} failed ({error}); {where}; make room and --resume") from None
-    for old in sorted(folder.glob("step-*[0-9]"))[:-2]:
+    for old in checkpoints(folder)[:-2]:
         shutil.rmtree(old)
 
 
@@ -531,6 +534,7 @@ def finish(args, folder, student, teacher, tokenizer, held, dtype, minutes):
 
 
 def main():
+    """One run, from its flags to its scoreboard."""
     args, began = read_flags(), time.time()
     folder, newest = open_run(args)
     dtype, why = evaluate.precision(args.device, args.precision)
