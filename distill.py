@@ -10,6 +10,7 @@ Nothing here steps an optimizer, reads a file or prints.
 """
 
 import dataclasses
+import math
 
 import torch
 import torch.nn.functional as F
@@ -189,28 +190,51 @@ def trainable(student, trains):
 
 
 @torch.no_grad()
-def calibrate(student, teacher, tokens, *, ridge=0.1):
-    """Before any step, from one batch, tokens (B, T): each head remembers as far as the teacher's looks, then W_o fits.
+def calibrate(student, teacher, tokens, *, ridges=(0.03, 0.1, 0.3, 1.0, 3.0)):
+    """Before any step, from one batch, tokens (B ≥ 2, T): heads remember as far as the teacher's look, then W_o fits.
 
-    The attention stage is least squares in W_o, so its optimum has a formula: W = (YᵀO + λW₀)(OᵀO + λI)⁻¹, O what W_o
-    reads, Y the attention output, both from the teacher's hidden states, W₀ the teacher's W_o, λ = ridge · mean
-    diagonal of OᵀO. (The student's own hidden states in their place were worse.)
+    Each head's scale is fitted to the teacher's head. The attention stage is least squares in W_o, so its optimum has a
+    formula: W = (YᵀO + λW₀)(OᵀO + λI)⁻¹, O what W_o reads, Y the attention output, both from the teacher's hidden
+    states, W₀ the teacher's W_o, λ = ridge · mean diagonal of OᵀO. The layers' errors add up, so the nearest layers
+    need not make the nearest model: the last sequence, which nothing is fitted to, chooses among the ridges and W₀.
+    -> {ridge: KL there}, W₀ as ridge ∞.
     """
-    for theirs, (ours, x, y, _, _) in zip(teacher.blocks, layers(student, teacher, tokens)):
+    fits = {}
+    for theirs, (ours, x, y, _, _) in zip(teacher.blocks, layers(student, teacher, tokens[:-1])):
         if ours.mixer.decay == "softmax":
             continue
         ours.mixer.remember(reach(theirs.mixer, x[:4]))
-        seen = []
-        hook = ours.mixer.o.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        ours.mixer(x)
-        hook.remove()
-        with torch.autocast("cpu", enabled=False):
-            O, Y, W0 = (z.cpu().double().flatten(0, -2) for z in (seen[0], y, ours.mixer.o.weight))
-            gram = O.T @ O
+        O, wanted = (before_projection(mixer, x) for mixer in (ours.mixer, theirs.mixer))
+        if not ours.mixer.window:
+            heads = O.unflatten(-1, (ours.mixer.heads, -1))
+            ratio = (heads * wanted.view_as(heads)).sum((0, 2)) / heads.square().sum((0, 2)).clamp(min=1e-30)
+            ours.mixer.scale.mul_(ratio[:, None])
+            O = (heads * ratio[:, None]).flatten(1)
+        Y = y.cpu().double().flatten(0, 1)
+        fits[ours.mixer.o.weight] = O.T @ O, O.T @ Y, ours.mixer.o.weight.clone()
+
+    def fit(ridge):
+        for weight, (gram, cross, W0) in fits.items():
             damp = ridge * gram.diagonal().mean()
-            gram.diagonal().add_(damp)
-            ours.mixer.o.weight.copy_(torch.linalg.solve(gram, O.T @ Y + damp * W0.T).T)
-    torch.clear_autocast_cache()  # it may hold the weights from before
+            solved = torch.linalg.solve(gram + damp * torch.eye(len(gram)), cross + damp * W0.T.cpu().double())
+            weight.copy_(solved.T if ridge < math.inf else W0)
+        torch.clear_autocast_cache()  # it may hold the weights from before
+
+    found = {}
+    for ridge in (*ridges, math.inf):
+        fit(ridge)
+        found[ridge] = logits(student, teacher, tokens[-1:])["kl"].item()
+    fit(min(found, key=found.get))
+    return found
+
+
+def before_projection(mixer, x):
+    """What a mixer's W_o reads, x (B, T, width) -> (B T, H V) in float64 on the CPU."""
+    seen = []
+    hook = mixer.o.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    mixer(x)
+    hook.remove()
+    return seen[0].cpu().double().flatten(0, 1)
 
 
 def reach(attention, x, first=4):

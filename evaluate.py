@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from surgery import BadInput, Parser, cli, load_teacher, read_json, reading
+from distill import layers, reach
+from mixers import MIXERS, build
+from surgery import BadInput, Parser, cli, load_teacher, read_json, reading, transplant
 
 # ------------------------------------------------------------------ the machine
 
@@ -178,6 +180,39 @@ def scoreboard(held, tasks=()):
             left = show(theirs[metric]) if theirs else "-"
             lines.append(f"{name + ' ' + metric:<22}{left:>18}{show(ours[metric]):>18}{share:>12}")
     return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ pictures
+
+SENTENCE = "The cat sat on the mat, and the dog sat on the rug. When the cat saw the dog, the cat left the mat."
+
+
+@torch.no_grad()
+def draw_mixers(path, teacher_name, text=SENTENCE, columns=5):
+    """One row a mixer at its start, the teacher's attention first: what some heads mix, each row of T over its largest.
+
+    Red adds, blue takes away; the root of the value is drawn, so that small weights show.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    teacher, tokenizer = load_teacher(teacher_name)
+    inputs = [x for _, x, *_ in layers(teacher, teacher, torch.tensor([tokenizer.encode(text)]))]
+    places = [(len(inputs) * (2 * i + 1) // (2 * columns), 2 * i % teacher.config.heads) for i in range(columns)]
+    fig, axes = plt.subplots(len(MIXERS), columns, figsize=(2 * columns, 2 * len(MIXERS)), squeeze=False)
+    for row, name in zip(axes, MIXERS):
+        row[0].set_ylabel(name)
+        for ax, (layer, head) in zip(row, places):
+            attention = teacher.blocks[layer].mixer
+            mixer = attention if name == "softmax" else transplant(attention, build(name, teacher.config))
+            mixer.remember(reach(attention, inputs[layer]))
+            A = mixer.matrix(inputs[layer])[0, head]
+            A = A / A.abs().amax(-1, keepdim=True).clamp(min=1e-9)
+            ax.imshow(A.sign() * A.abs().sqrt(), cmap="RdBu_r", vmin=-1, vmax=1)
+            ax.set(xticks=[], yticks=[], title=f"layer {layer}, head {head}" if name == "softmax" else "")
+    fig.savefig(path, dpi=80, bbox_inches="tight")
 
 
 def parser():

@@ -2,26 +2,30 @@
 
     S_t = decay_t · S_{t-1} + k_t ⊗ write_t          o_t = S_tᵀ q_t          S: (K, V) per head, float32
 
-    decay \\ write    add: write = v_t      delta: write = β_t (v_t − (decay_t · S_{t-1})ᵀ k_t)
-    none             linear                delta
-    one per head     retnet                gated_delta
-    one per channel  gla                   kda
+    decay \\ write    add: write = v_t                        delta: write = β_t (v_t − (decay_t · S_{t-1})ᵀ k_t)
+    none             linear, t2r, hedgehog, rebased, based   delta
+    one per head     retnet, supra, mamba2, xlstm            gated_delta
+    one per channel  gla, metala, hgrn2, dfw                 kda
 
-Read in this order: the definition (`recurrent`), the same answer by matmuls (`chunked`), the `Mixer` that
-wraps a cell in projections, then one short subclass per mixer. `softmax` is the teacher's own row.
+Off the grid: softmax is the teacher's row; rwkv7 (a decay per channel) erases at another key than it writes to.
+
+Read in this order: the definition (`recurrent`), the same answer by matmuls (`chunked`), what surrounds a cell (feature
+maps, decays, the window of a hybrid), the `Mixer` that puts them together, then one short subclass per mixer.
 
     letter  what it is                         called elsewhere
     B T H   batch, time, heads                 fla: the same; Mamba-2: b l h
     K V     width of a key, of a value         Mamba-2: state N, head P
     C       rows of a chunk                    fla: BT
     S       state, (B, H, K, V)                fla: h; Mamba-2: h; RWKV: transposed
+    φ       feature map of q and k             Hedgehog, T2R, Performer: the same
     log_decay  log of what S keeps, ≤ 0        fla: g, gk; Mamba-2: A·dt; RWKV: log w
     beta    strength of a delta write          fla: beta; RWKV: the in-context rate a
 
-`python mixers.py` prints the grid, the state each mixer carries and how far its forms differ.
+`python mixers.py` prints each mixer's costs and how far its forms differ, `--picture OUT.png` draws what each one sees.
 """
 
 import math
+import re
 
 import torch
 import torch.nn as nn
@@ -30,20 +34,24 @@ import torch.nn.functional as F
 # ------------------------------------------------------------------ the equation and its forms
 
 
-def recurrent(q, k, v, *, log_decay=None, beta=None, S=None):
+def recurrent(q, k, v, *, log_decay=None, beta=None, erase=None, S=None):
     """The definition: one step of the equation at the top of this file per token.
 
     q, k (B, T, H, K); v (B, T, H, V); log_decay None | (B, T, H, 1) | (B, T, H, K), ≤ 0; beta None | (B, T, H, 1);
-    S None | (B, H, K, V). Returns o like v, and S in float32 (float64 if v is). No scale inside: fold K^-½ into q.
-    Raises ValueError for a wrong shape, dtype or device. Sources: arXiv 2102.11174 (delta), 2412.06464 eq. 10 (gated).
+    erase None | (e, b), both (B, T, H, K): before the write S loses b ⊗ Sᵀe; S None | (B, H, K, V).
+    Returns o like v, and S in float32 (float64 if v is). No scale inside: fold K^-½ into q. Raises ValueError for a
+    wrong shape, dtype or device. Sources: arXiv 2102.11174 (delta), 2412.06464 eq. 10 (gated), 2503.14456 (erase).
     """
-    dtype, S = check(q, k, v, log_decay, beta, S)
+    dtype, S = check(q, k, v, log_decay, beta, erase, S)
     with torch.autocast(q.device.type, enabled=False):
         outputs = []
         for t in range(q.size(1)):
             q_t, k_t, write = (x[:, t].to(dtype) for x in (q, k, v))  # (B, H, K), (B, H, K), (B, H, V)
             if log_decay is not None:
                 S = log_decay[:, t, :, :, None].to(dtype).exp() * S
+            if erase is not None:
+                e, b = (x[:, t].to(dtype) for x in erase)
+                S = S - b.unsqueeze(-1) * (e.unsqueeze(-2) @ S)
             if beta is not None:
                 write = beta[:, t].to(dtype) * (write - (k_t.unsqueeze(-2) @ S).squeeze(-2))
             S = S + k_t.unsqueeze(-1) * write.unsqueeze(-2)
@@ -51,8 +59,8 @@ def recurrent(q, k, v, *, log_decay=None, beta=None, S=None):
     return torch.stack(outputs, 1).to(v.dtype), S
 
 
-def chunked(q, k, v, *, log_decay=None, beta=None, S=None, chunk=64):
-    """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` tokens.
+def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=64):
+    """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` rows.
 
     A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S. A
     triangular solve gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464), and
@@ -60,7 +68,10 @@ def chunked(q, k, v, *, log_decay=None, beta=None, S=None, chunk=64):
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk: wanted a power of two (`scores` halves it), got {chunk}")
-    dtype, S = check(q, k, v, log_decay, beta, S)
+    dtype, S = check(q, k, v, log_decay, beta, erase, S)
+    out, r = v.dtype, k  # r: the key whose recall a write takes back
+    if erase is not None:
+        q, r, k, v, log_decay, beta = two_rows(q, k, v, log_decay, beta, *erase)
     T, V = q.size(1), v.size(-1)
     C = min(chunk, 1 << (T - 1).bit_length())  # no longer than the first power of two ≥ T
 
@@ -69,19 +80,20 @@ def chunked(q, k, v, *, log_decay=None, beta=None, S=None, chunk=64):
         return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous()
 
     with torch.autocast(q.device.type, enabled=False):
+        r = None if beta is None else blocks(r)
         q, k, u = blocks(q), blocks(k), blocks(v)
-        q_in, k_in, k_out, keep = q, k, k, [1.0] * len(q)  # seen from the chunk's start, from its end; what S keeps
+        q_in, r_in, k_out, keep = q, r, k, [1.0] * len(q)  # seen from the chunk's start, from its end; what S keeps
         G = None if log_decay is None else blocks(log_decay).cumsum(-2)  # log of what is kept since the chunk began
         if G is not None:
             total, since = G[..., -1:, :], G.exp()
-            q_in, k_in, k_out = q * since, k * since, k * (total - G).exp()
+            q_in, r_in, k_out = q * since, r if r is None else r * since, k * (total - G).exp()
             keep = total.exp().mT.unbind()  # N times (B, H, K | 1, 1)
         reads = scores(q, k, G)  # (N, B, H, C, C)
         w = [None] * len(q)
         if beta is not None:
             beta = blocks(beta)
-            right = torch.cat([u, k_in], -1) * beta
-            solved = torch.linalg.solve_triangular(scores(k, k, G) * beta, right, upper=False, unitriangular=True)
+            right = torch.cat([u, r_in], -1) * beta
+            solved = torch.linalg.solve_triangular(scores(r, k, G) * beta, right, upper=False, unitriangular=True)
             u, w = solved[..., :V], solved[..., V:].unbind()
         before, writes = [], []
         for u_n, w_n, k_n, keep_n in zip(u.unbind(), w, k_out.mT.unbind(), keep):
@@ -89,7 +101,17 @@ def chunked(q, k, v, *, log_decay=None, beta=None, S=None, chunk=64):
             writes.append(u_n if w_n is None else u_n - w_n @ S)
             S = keep_n * S + k_n @ writes[-1]
         o = q_in @ torch.stack(before) + reads @ torch.stack(writes)  # (N, B, H, C, V)
-    return o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T].to(v.dtype), S
+    o = o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T].to(out)
+    return (o if erase is None else o[:, 1::2]), S
+
+
+def two_rows(q, k, v, log_decay, beta, e, b):
+    """A token that erases at another key becomes two delta rows: one takes back the recall of e along b, one writes."""
+    one, row = torch.ones_like(k[..., :1]), lambda first, second: torch.stack([first, second], 2).flatten(1, 2)
+    r = row(e, torch.zeros_like(k) if beta is None else k)
+    log_decay = None if log_decay is None else row(log_decay, torch.zeros_like(log_decay))
+    beta = row(one, one if beta is None else beta)
+    return row(q, q), r, row(b, k), row(torch.zeros_like(v), v), log_decay, beta
 
 
 def scores(x, y, G):
@@ -115,17 +137,17 @@ def scores(x, y, G):
     return torch.cat([top, torch.cat([late @ early.mT, near[..., 1, :, :]], -1)], -2)
 
 
-def scan(q, k, v, *, log_decay=None, beta=None, S=None, form="auto"):
+def scan(q, k, v, *, form="auto", **more):
     """One entry for all forms (arguments, results, errors as `recurrent`). auto: recurrent at T = 1, else chunked."""
     forms = {"recurrent": recurrent, "chunked": chunked}
     if form == "auto":
         form = "recurrent" if q.size(1) == 1 else "chunked"
     if form not in forms:
         raise ValueError(f"form: wanted one of auto, {', '.join(forms)}; got {form!r}")
-    return forms[form](q, k, v, log_decay=log_decay, beta=beta, S=S)
+    return forms[form](q, k, v, **more)
 
 
-def check(q, k, v, log_decay, beta, S):
+def check(q, k, v, log_decay, beta, erase, S):
     """-> (dtype to compute in, state to start from); ValueError names the argument, what was wanted and what came."""
     if q.dim() != 4 or v.dim() != 4 or 0 in q.shape:
         raise ValueError(
@@ -133,14 +155,9 @@ def check(q, k, v, log_decay, beta, S):
         )
     (B, T, H, K), V = q.shape, v.size(-1)
     per_channel = log_decay is not None and log_decay.shape[-1:] != (1,)
-    wanted = {
-        "q": (q, (B, T, H, K)),
-        "k": (k, (B, T, H, K)),
-        "v": (v, (B, T, H, V)),
-        "log_decay": (log_decay, (B, T, H, K if per_channel else 1)),
-        "beta": (beta, (B, T, H, 1)),
-        "S": (S, (B, H, K, V)),
-    }
+    wanted = {"q": (q, (B, T, H, K)), "k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "S": (S, (B, H, K, V))}
+    wanted |= {"log_decay": (log_decay, (B, T, H, K if per_channel else 1)), "beta": (beta, (B, T, H, 1))}
+    wanted |= {f"erase[{i}]": (x, (B, T, H, K)) for i, x in enumerate(erase or ())}
     for name, (x, shape) in wanted.items():
         if x is not None and (x.shape != shape or x.device != q.device or not x.is_floating_point()):
             raise ValueError(f"{name}: wanted floats {shape} on {q.device}, got {x.dtype} {(*x.shape,)} on {x.device}")
@@ -169,15 +186,97 @@ def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def unit(x):
+    """x over its length; unlike F.normalize the gradient at 0 is finite."""
+    x = wide(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def split(x, heads):
+    """(B, T, H D) -> (B, T, H, D)."""
+    return x.unflatten(-1, (heads, -1))
+
+
 def take(x, order):
     """Row order[b, t] of x[b] for every b and t: x (B, T, …), order (B, T') -> (B, T', …)."""
     return x[torch.arange(len(x), device=x.device)[:, None], order]
 
 
-def unit(x):
-    """x over its length; unlike F.normalize the gradient at 0 is finite."""
-    x = wide(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+def carry(name, x, n, old, new, mask):
+    """x (B, T, …) after the n rows that came before it -> (B, n + T, …), padding first; its last n go to new[name].
+
+    At the start of a sequence those before it are zeros.
+    """
+    tail = old[name] if name in old else x.new_zeros(len(x), n, *x.shape[2:])
+    z = torch.cat([tail.to(x.dtype), x], 1)
+    if mask is not None and name in old:  # padding must not stand between the tail and its tokens
+        z = take(z, F.pad(mask, (n, 0), value=True).int().argsort(dim=1, stable=True))
+    new[name] = z[:, z.size(1) - n :]
+    return z
+
+
+# ------------------------------------------------------------------ feature maps, decays, the window of a hybrid
+
+
+def eye(K, n=1):
+    """n identity maps to start from, (n, K, K)."""
+    return torch.eye(K).repeat(n, 1, 1)
+
+
+def random_maps(K, n=None):
+    """n ≤ K orthogonal directions of Gaussian length, the same in every layer (2009.14794 section 2.4), (1, K, n)."""
+    g = torch.Generator().manual_seed(0)
+    direction, length = (torch.randn(K, K, generator=g, device="cpu") for _ in range(2))
+    return (torch.linalg.qr(direction)[0] * length.norm(dim=0))[None, :, :n]
+
+
+def taylor(y):
+    """[1, y, y ⊗ y / √2]: φ(q)·φ(k) = 1 + s + s²/2 with s = q·k."""
+    return torch.cat([torch.ones_like(y[..., :1]), y, (y.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2) / 2**0.5], -1)
+
+
+def both(a, b):
+    return torch.cat([a, b], -1)
+
+
+FEATURES = {  # φ: (what z goes through first, maps M to start from, is φ(q)·φ(k) ≥ 0, φ of z, y = M z + shift and t)
+    "none": (None, None, False, lambda z, y, t: z),
+    "relu": (None, None, True, lambda z, y, t: F.relu(z)),
+    "elu": (None, None, True, lambda z, y, t: F.elu(z) + 1),  # 2006.16236 eq. 7
+    "hadamard": (None, lambda K: eye(K, 2) / 10, False, lambda z, y, t: (z + y[0]) * (1 + y[1])),  # 2504.14366
+    "t2r": (None, eye, True, lambda z, y, t: F.relu(y[0])),  # 2103.13076 eq. 5
+    "hedgehog": (None, eye, True, lambda z, y, t: both(y[0].softmax(-1), (-y[0]).softmax(-1))),  # 2402.04347
+    "rebased": ("norm", lambda K: torch.ones(1, K), True, lambda z, y, t: y[0].square()),  # 2402.10644 eq. 8
+    "taylor": ("unit", lambda K: random_maps(K, 16) / K**0.5, True, lambda z, y, t: taylor(y[0])),  # 2402.18668
+    "cosformer": (None, None, True, lambda z, y, t: both(F.relu(z) * t.cos(), F.relu(z) * t.sin())),  # 2202.08791
+    "performer": ("unit", random_maps, True, lambda z, y, t: torch.exp(y[0] - 2)),  # 2009.14794 lemma 1
+    "rfa": ("unit", random_maps, False, lambda z, y, t: both(y[0].sin(), y[0].cos())),  # 2103.02143 eq. 4
+}
+
+
+class Feature(nn.Module):
+    """φ for q or for k, (B, T, H, K) -> (B, T, H, K'), by a row of FEATURES. The maps, one a head, and shifts train.
+
+    "norm": z goes through LayerNorm first; "unit": it is brought to length 2, so that exp(q·k) stays in reach.
+    t = π/2 · position / context, (B, T, 1, 1).
+    """
+
+    def __init__(self, name, heads, dim, context):
+        super().__init__()
+        self.first, maps, _, self.phi = FEATURES[name]
+        self.context, self.maps = context, None
+        if maps:
+            start = maps(dim)  # (n, K, K'), or (n, K) for a gain per channel
+            self.maps = nn.Parameter(torch.stack([start] * heads, 1))
+            self.shift = nn.Parameter(torch.zeros(len(start), heads, start.size(-1)))
+
+    def forward(self, z, position):
+        z, y = wide(z), None
+        z = {None: z, "norm": F.layer_norm(z, z.shape[-1:]), "unit": 2 * unit(z)}[self.first]
+        if self.maps is not None:
+            letters = "bthk,nhk->nbthk" if self.maps.dim() == 3 else "bthk,nhkj->nbthj"
+            y = wide(torch.einsum(letters, z.to(self.maps.dtype), self.maps)) + self.shift[:, None, None]
+        return self.phi(z, y, position[..., None, None] / self.context * (math.pi / 2))
 
 
 def half_lives(heads, shortest=16, longest=512):
@@ -185,63 +284,155 @@ def half_lives(heads, shortest=16, longest=512):
     return shortest * (longest / shortest) ** torch.linspace(0, 1, heads)
 
 
-GATES = {None: None, "silu": (F.silu, 1.278465), "sigmoid": (torch.sigmoid, 4.0)}  # bias: silu(1.2785) = 1
+class Decay(nn.Module):
+    """log_decay = −rate · softplus(W x + bias), (B, T, H, 1 | dim): every learned gate of the grid.
+
+    For logsigmoid(z) = −softplus(−z), and W takes the sign. rank: W is W₂W₁ through so many; 0: x is W x already, (B,
+    T, H, dim). rate: a constant, or None for exp(A_log) per head. cap: softplus reads cap · tanh(z / cap).
+    """
+
+    def __init__(self, mixer, dim=1, *, rank=None, rate=None, cap=None):
+        super().__init__()
+        self.heads, self.rate, self.cap, self.w = mixer.heads, rate, cap, nn.Identity()
+        if rank != 0:
+            last = nn.Linear(rank or mixer.width, mixer.heads * dim, bias=False)
+            nn.init.normal_(last.weight, std=1e-3)
+            split_last = nn.Unflatten(-1, (mixer.heads, dim))
+            first = [nn.Linear(mixer.width, rank, bias=False)] if rank else []
+            self.w = nn.Sequential(*first, last, split_last)
+        if rate is None:
+            self.A_log = nn.Parameter(torch.zeros(mixer.heads, 1))
+        self.bias = nn.Parameter(torch.empty(mixer.heads, dim))
+        self.remember(half_lives(mixer.heads))
+
+    def remember(self, half_life):
+        """Set the bias so that heads start with these half-lives, (H,) in tokens."""
+        z = torch.log(torch.expm1(math.log(2) / half_life / (self.rate or 1)))
+        z = self.cap * torch.atanh((z / self.cap).clamp(-0.99, 0.99)) if self.cap else z
+        self.bias.data.copy_(z[:, None].expand_as(self.bias))
+
+    def step(self, x):
+        """softplus(W x + bias), Mamba-2's dt."""
+        z = wide(self.w(x)) + self.bias
+        return F.softplus(self.cap * torch.tanh(z / self.cap) if self.cap else z)
+
+    def forward(self, x):
+        return -(self.rate or self.A_log.exp()) * self.step(x)
+
+
+def sliding_softmax(q, k, v, position, window, sinks, old, new, mask):
+    """Softmax over the last `window` tokens and the first `sinks` of the sequence: linear in T, constant state.
+
+    q, k (B, T, H, K) rotated, v (B, T, H, V) -> (Σ w v, Σ w), (B, T, H, V) and (B, T, H, 1), w = exp(q·k − their
+    largest). Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453).
+    """
+    T, parts, kept = q.size(1), [], old
+    for at in range(0, T, max(window, 64)):  # a block of queries at a time, each with the state the one before left
+        q_n, k_n, v_n = (x[:, at : at + max(window, 64)] for x in (q, k, v))
+        here, real = (x if x is None else x[:, at : at + max(window, 64)] for x in (position, mask))
+        first = here[:, None] == torch.arange(sinks, device=q.device)[:, None]
+        first = (first if real is None else first & real[:, None]).expand(len(q), -1, -1).to(q.dtype)  # (B, sinks, n)
+        columns = []  # keys, then values, of the first tokens, the window and the block
+        for name, x in (("k", k_n), ("v", v_n)):
+            new[f"first {name}"] = torch.einsum("bst,bthk->bshk", first, x) + kept.get(f"first {name}", 0)
+            columns.append(torch.cat([new[f"first {name}"], carry(f"window {name}", x, window, kept, new, real)], 1))
+        n = q_n.size(1)
+        back = window + torch.arange(n, device=q.device)[:, None] - torch.arange(window + n, device=q.device)
+        near = (back >= 0) & (back < window) & ((back <= here[..., None]) | (back == 0))  # padding reads itself
+        far = (
+            here[..., None] - torch.arange(sinks, device=q.device) >= window
+        )  # a first token in the window counts once
+        s = wide(torch.einsum("bihk,bjhk->bhij", q_n, columns[0])) * q.size(-1) ** -0.5
+        s = s.masked_fill(~torch.cat([far, near], -1)[:, None], -math.inf)
+        w = (s - s.amax(-1, keepdim=True)).exp()
+        parts.append((torch.einsum("bhij,bjhv->bihv", w.to(v.dtype), columns[1]), w.sum(-1).mT.unsqueeze(-1)))
+        kept = dict(new)
+    return [torch.cat(part, 1) for part in zip(*parts)]
+
+
+# ------------------------------------------------------------------ the mixer around a cell
+
+GATES = {"none": None, "silu": (F.silu, 1.278465), "sigmoid": (torch.sigmoid, 4.0)}  # bias: silu(1.2785) = 1
+NORMS = {"none": lambda o, _: o, "rms": lambda o, dim: F.rms_norm(o, dim, eps=1e-5), "layer": F.layer_norm}
+CHOICES = dict(feature=FEATURES, gate=GATES, norm=NORMS, blend=("add", "shared"))
 
 
 class Mixer(nn.Module):
-    """q, k, v projections -> short convolution -> the cell -> per-head norm -> gate -> output projection.
+    """q, k, v projections -> short convolution -> φ -> the cell -> norm, gate -> output projection.
 
     A mixer is a subclass: `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into
-    (q, k, v, log_decay, beta), `defaults` sets options; `decay` and `write` are its labels in the grid and the tables.
+    the arguments of `scan` by name, `defaults` sets options; `decay` and `write` are its labels in the grid.
 
     Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), identity at start;
-    rope = rotate q and k; gate = None | "silu" | "sigmoid", near 1 at start; window = W > 0 adds softmax over the last
-    W tokens and the first `sinks` ones, at constant state; norm = RMSNorm of each head's output. The papers have norm
-    on. It is off here: a softmax head with nothing to say says 0, which a normed head cannot (results/starts.md).
+    qk_norm = q and k brought to length 1; rope = rotate them; feature = φ of them, a key of FEATURES; denominator =
+    divide by Σ φ(q)·φ(k), as softmax does; norm, gate = of each head's output, NORMS and GATES, the gate near 1 at
+    start; expand_k, expand_v = keys and values so many times wider than the head. Hybrids: window = W > 0 adds softmax
+    over the last W tokens and the first `sinks` ones at constant state: blend "add" sums both, the recurrence times a
+    learned scale per head; "shared" gives each token to one of both and divides by one denominator (LoLCATs, arXiv
+    2410.10254 eq. 8).
+
+    The papers have norm on. It is off here: a softmax head with nothing to say says 0, which a normed head cannot
+    (results/starts.md).
     """
 
-    decay, write, defaults = "none", "add", {}
-    options = dict(conv=4, rope=False, norm=False, gate=None, window=0, sinks=4)
+    decay, write, defaults, floor = "none", "add", {}, 1e-6
+    options = dict(conv=4, qk_norm=False, rope=False, feature="none", denominator=False, norm="none", gate="none")
+    options |= dict(expand_k=1, expand_v=1, window=0, sinks=4, blend="add")
 
     def __init__(self, config, **options):
         super().__init__()
-        unknown = set(options) - set(self.options)
-        if unknown:
+        for name, value in self.checked(options).items():
+            setattr(self, name, value)
+        self.width, self.heads, self.head_dim, self.base = config.width, config.heads, config.head_dim, config.rope_base
+        H, K, V = self.heads, self.expand_k * self.head_dim, self.expand_v * self.head_dim
+        self.q, self.k, self.v = (nn.Linear(self.width, H * n, bias=False) for n in (K, K, V))
+        self.o = nn.Linear(H * V, self.width, bias=False)
+        if self.conv:
+            taps = torch.zeros(H * (2 * K + V), 1, self.conv, 1)
+            taps[:, :, -1] = 1
+            self.taps = nn.Parameter(taps)
+        if self.feature != "none":
+            self.phi = nn.ModuleDict({n: Feature(self.feature, H, K, getattr(config, "context", 2048)) for n in "qk"})
+        if self.gate != "none":
+            self.gate_proj = nn.Linear(self.width, H * V)
+            nn.init.zeros_(self.gate_proj.weight)
+            nn.init.constant_(self.gate_proj.bias, GATES[self.gate][1])
+        self.scale = nn.Parameter(torch.full((H, 1), 0.1 if self.window else 1.0))  # beside an exact window: small
+        self.parts()
+
+    def checked(self, options):
+        """-> all options with their values; ValueError names the first that cannot be."""
+        if unknown := set(options) - set(self.options):
             raise ValueError(f"option {', '.join(sorted(unknown))}: wanted one of {', '.join(self.options)}")
         options = self.options | self.defaults | options
         for name, value in options.items():
-            kind = type(self.options[name])
-            fits = value in GATES if name == "gate" else type(value) is kind and value >= 0
-            if not fits:
-                wanted = {int: "a whole number from 0", bool: "true or false"}.get(kind, "none, silu or sigmoid")
-                raise ValueError(f"option {name} = {value!r}: wanted {wanted}")
-        for name, value in options.items():
-            setattr(self, name, value)
-        self.width, self.heads, self.head_dim = config.width, config.heads, config.head_dim
-        self.base, self.eps = config.rope_base, config.norm_eps
-        H, K = self.heads, self.head_dim
-        self.q, self.k, self.v = (nn.Linear(self.width, H * K, bias=False) for _ in range(3))
-        self.o = nn.Linear(H * K, self.width, bias=False)
-        if self.conv:
-            taps = torch.zeros(3 * H * K, 1, self.conv, 1)
-            taps[:, :, -1] = 1
-            self.taps = nn.Parameter(taps)
-        if self.gate:
-            self.gate_proj = nn.Linear(self.width, H * K)
-            nn.init.zeros_(self.gate_proj.weight)
-            nn.init.constant_(self.gate_proj.bias, GATES[self.gate][1])
-        self.scale = nn.Parameter(torch.full((H, K), 0.1 if self.window else 1.0))  # beside an exact window: small
-        self.parts()
+            kind, least = type(self.options[name]), int(name.startswith("expand"))
+            if not (value in CHOICES[name] if name in CHOICES else type(value) is kind and value >= least):
+                wanted = {int: f"a whole number from {least}", bool: "true or false"}.get(kind)
+                raise ValueError(f"option {name} = {value!r}: wanted {wanted or ', '.join(CHOICES[name])}")
+        positive = FEATURES[options["feature"]][2] or self.floor == 1
+        if options["denominator"] and not (positive and self.write == "add"):
+            raise ValueError("option denominator = True: wanted added writes and a feature with φ(q)·φ(k) ≥ 0, as t2r")
+        if options["blend"] == "shared" and not (options["denominator"] and options["window"]):
+            raise ValueError(
+                "option blend = 'shared': wanted a window, and denominator = true as t2r and hedgehog have"
+            )
+        return options
 
     def parts(self):
         """Make the parameters of the cell."""
 
     def cell(self, x, q, k, v):
-        """x (B, T, width), q, k, v (B, T, H, K) -> (q, k, v, log_decay, beta) for `scan`."""
-        return q, k, v, None, None
+        """x (B, T, width), q, k (B, T, H, K), v (B, T, H, V) -> arguments of `scan` by name.
+
+        One more, "now" (B, T, H, 1): how much of the current value is added to the output.
+        """
+        return dict(q=q, k=k, v=v)
 
     def remember(self, half_life):
         """Start with these half-lives, (H,) in tokens, if the cell has any to set; `calibrate` measures them."""
+        if hasattr(self, "fade"):
+            self.fade.remember(half_life)
 
     def forward(self, x, state=None, *, mask=None, form="auto"):
         """x (B, T, width) -> (y like x, state). mask (B, T) bool, False = padding, anywhere: it changes nothing.
@@ -258,108 +449,91 @@ class Mixer(nn.Module):
     def mix(self, x, state, mask, form):
         """`forward` with the padding, if any, on the left. old: the state so far, new: the next, filled on the way."""
         old, new = state or {}, {}
-        position = self.positions(x, old, mask)
-        new["position"] = position[:, -1:].expand(len(x), 1) + 1
-        raw, (q, k, v, log_decay, beta) = self.streams(x, position, old, new, mask)
-        if mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
-            k = k * mask[..., None, None]
-            log_decay = None if log_decay is None else log_decay * mask[..., None, None]
-        o, new["S"] = scan(q, k, v, log_decay=log_decay, beta=beta, S=old.get("S"), form=form)
-        if self.norm:
-            o = F.rms_norm(o, o.shape[-1:], eps=self.eps)
-        o = o * self.scale.to(o.dtype)
-        if self.gate:
-            o = o * GATES[self.gate][0](self.gate_proj(x)).unflatten(-1, (-1, self.head_dim))
-        if self.window:
-            q, k = (rotate(z, position, self.base) for z in raw[:2])
-            o = o + sliding_softmax(q, k, raw[2], position, mask, self.window, self.sinks, old, new)
+
+        def dress(o):  # (B, T, H, V)
+            o = NORMS[self.norm](o, o.shape[-1:])
+            return o * GATES[self.gate][0](split(self.gate_proj(x), self.heads)) if self.gate != "none" else o
+
+        o = self.read(*self.streams(x, old, new, mask), old, new, mask, form, dress)
         return self.o(o.flatten(2)), new
 
-    def streams(self, x, position, old, new, mask):
-        """-> (q, k, v as projected, what `scan` takes: q scaled, k, v, log_decay, beta), (B, T, H, …) each."""
-        raw = [z.unflatten(-1, (-1, self.head_dim)) for z in (self.q(x), self.k(x), self.v(x))]
-        q, k, v = self.convolve(raw, old, new, mask)
-        if self.rope:
-            q, k = (rotate(z, position, self.base) for z in (q, k))
-        q, *rest = self.cell(x, q, k, v)
-        return raw, (q * self.head_dim**-0.5, *rest)
-
-    def positions(self, x, old, mask):
+    def positions(self, x, old, new, mask):
         """-> (B | 1, T): how many real tokens came before each row."""
         count = torch.arange(1, x.size(1) + 1, device=x.device)[None] if mask is None else mask.cumsum(1)
-        return old["position"] + count - 1 if "position" in old else count - 1
+        position = old["position"] + count - 1 if "position" in old else count - 1
+        new["position"] = position[:, -1:].expand(len(x), 1) + 1
+        return position
 
-    def convolve(self, raw, old, new, mask):
+    def streams(self, x, old, new, mask):
+        """-> (position, [q, k, v] of the head as projected, what the cell makes of x: arguments of `scan` by name)."""
+        D, position = self.head_dim, self.positions(x, old, new, mask)
+        parts = [split(z(x), self.heads) for z in (self.q, self.k, self.v)]
+        plain = [z[..., :D] for z in parts]
+        q, k, v = self.convolve(parts, old, new, mask)
+        q, k = (unit(z) if self.qk_norm else z for z in (q, k))
+        turn = lambda z: torch.cat([rotate(z[..., :D], position, self.base), z[..., D:]], -1)
+        early = self.rope and self.denominator  # φ ≥ 0 stays so: rotated before it
+        q, k = (turn(z) if early else z for z in (q, k))
+        if self.feature != "none":
+            q, k = self.phi["q"](q, position), self.phi["k"](k, position)
+        q, k = (turn(z) if self.rope and not early else z for z in (q, k))
+        c = self.cell(x, q, k, v)
+        c["q"] = c["q"] * self.head_dim**-0.5
+        if mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
+            real = mask[..., None, None]
+            c |= {name: c[name] * real for name in ("k", "log_decay") if name in c}
+            c |= {"erase": (c["erase"][0], c["erase"][1] * real)} if "erase" in c else {}
+        return position, plain, c
+
+    def convolve(self, parts, old, new, mask):
         """Causal depthwise convolution over q, k and v; the last conv − 1 inputs are its state."""
         if not self.conv:
-            return raw
-        z = torch.cat([part.flatten(2) for part in raw], -1)  # (B, T, 3 H K)
-        if mask is not None:
-            z = z * mask[..., None]
-        tail = old["tail"] if "tail" in old else z.new_zeros(len(z), self.conv - 1, z.size(-1))
-        z = torch.cat([tail.to(z.dtype), z], 1)
-        if mask is not None and "tail" in old:  # padding must not stand between the tail and its tokens
-            z = take(z, F.pad(mask, (self.conv - 1, 0), value=True).int().argsort(dim=1, stable=True))
-        new["tail"] = z[:, z.size(1) - self.conv + 1 :]
+            return parts
+        z = torch.cat([part.flatten(2) for part in parts], -1)
+        z = carry("tail", z if mask is None else z * mask[..., None], self.conv - 1, old, new, mask)
         y = F.conv2d(z.mT.unsqueeze(-1), self.taps, groups=z.size(-1))  # a channels-last image of width 1: no copies
-        return [part.unflatten(-1, (-1, self.head_dim)) for part in y.squeeze(-1).mT.chunk(3, -1)]
+        sizes = [part.size(-1) * self.heads for part in parts]
+        return [split(part, self.heads) for part in y.squeeze(-1).mT.split(sizes, -1)]
+
+    def read(self, position, plain, c, old, new, mask, form="auto", dress=lambda o: o):
+        """-> o (B, T, H, V): what the recurrence recalls, dressed, and what the window sees."""
+        now, v = c.pop("now", None), c["v"]
+        if self.denominator:
+            c["v"] = F.pad(wide(v), (0, 1), value=1.0)  # the column of ones sums the weights
+        if self.window:
+            q, k = (rotate(z, position, self.base) for z in plain[:2])
+            seen, weight = sliding_softmax(q, k, plain[2], position, self.window, self.sinks, old, new, mask)
+        if self.blend == "shared":  # the recurrence meets a token when the window has passed it, a first one never
+            c["k"] = c["k"] * (position >= self.sinks)[..., None, None]
+            for name in c.keys() & {"k", "v", "log_decay"}:
+                c[name] = carry(f"late {name}", c[name], self.window, old, new, mask)[:, : v.size(1)]
+        o, new["S"] = scan(**c, S=old.get("S"), form=form)
+        o, total = (o[..., :-1], o[..., -1:]) if self.denominator else (o, None)
+        if self.window:
+            seen = F.pad(seen, (0, o.size(-1) - seen.size(-1)))  # nothing in the values that are wider than the head
+        if self.blend == "shared":
+            scale = self.scale.abs()
+            o = (seen + scale * o) / (weight + scale * total)
+        elif self.denominator:
+            o = o / total.abs().clamp(min=self.floor)
+        o = dress((o if now is None else o + now * v).to(v.dtype))
+        if self.blend == "shared":
+            return o
+        o = o * self.scale.to(v.dtype)
+        return o + (seen / weight).to(v.dtype) if self.window else o
 
     def matrix(self, x):
-        """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before norm, gate and window."""
-        q, k, _, log_decay, beta = self.streams(x, self.positions(x, {}, None), {}, {}, None)[1]
-        eye = torch.eye(x.size(1), dtype=q.dtype, device=x.device)[None, :, None].expand(len(x), -1, self.heads, -1)
-        return scan(q, k, eye, log_decay=log_decay, beta=beta)[0].transpose(1, 2)
+        """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before norm and gate."""
+        position, plain, c = self.streams(x, {}, {}, None)
+        eye = torch.eye(x.size(1), dtype=c["q"].dtype, device=x.device)
+        plain[2] = c["v"] = eye[None, :, None].expand(len(x), -1, self.heads, -1)
+        return self.read(position, plain, c, {}, {}, None).transpose(1, 2)
 
-    def state_size(self, T=0):
-        """Floats that one layer carries per sequence while decoding, after T tokens or any other number of them."""
-        per_token = 2 * self.heads * self.head_dim
-        kept = self.window + self.sinks if self.window else 0
-        tail = 3 * self.heads * self.head_dim * max(self.conv - 1, 0)
-        return self.heads * self.head_dim**2 + tail + kept * per_token
-
-
-def sliding_softmax(q, k, v, position, mask, window, sinks, old, new):
-    """Softmax over the last `window` tokens and the first `sinks` of the sequence: linear in T, constant state.
-
-    q, k, v (B, T, H, K) rotated -> (B, T, H, K). Queries go in blocks of `window`, each against its own block and the
-    one before. Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453).
-    """
-    B, T, H, K = q.shape
-    mask = torch.ones(B, T, dtype=torch.bool, device=q.device) if mask is None else mask
-    position = position.expand(B, T)
-    if not old:
-        empty = k.new_zeros(B, window + sinks, H, K)
-        old = {"keys": empty, "values": empty, "seen": mask.new_zeros(B, window)}
-    first = ((position[:, None] == torch.arange(sinks, device=q.device)[:, None]) & mask[:, None]).to(k.dtype)
-    # [ring, padding, new] -> padding first, so that it does not stand in the window
-    order = F.pad(mask, (window, 0), value=True).int().argsort(dim=1, stable=True)
-    seen = take(torch.cat([old["seen"], mask], 1), order)
-
-    def extend(kept, x):  # -> first tokens (B, sinks, H, K), the rest (B, window + T, H, K)
-        sink = kept[:, :sinks] + torch.einsum("bst,bthk->bshk", first, x)
-        return sink, take(torch.cat([kept[:, sinks:], x], 1), order)
-
-    (sink_k, k), (sink_v, v) = extend(old["keys"].to(k.dtype), k), extend(old["values"].to(v.dtype), v)
-    new["keys"], new["values"] = torch.cat([sink_k, k[:, T:]], 1), torch.cat([sink_v, v[:, T:]], 1)
-    new["seen"] = seen[:, T:]
-    W = min(window, T)  # rows of a block of queries
-    pad = -T % W
-    N = (T + pad) // W
-
-    def rows(x, sink):  # -> (B N, H, sinks + window + W, K)
-        x = F.pad(x, (0, 0, 0, 0, 0, pad)).unfold(1, window + W, W).permute(0, 1, 2, 4, 3)  # (B, N, H, window + W, K)
-        return torch.cat([sink.transpose(1, 2)[:, None].expand(B, N, H, sinks, K), x], -2).flatten(0, 1)
-
-    at = F.pad(position, (0, pad)).unflatten(1, (N, W))[..., None]  # (B, N, W, 1)
-    # a column's place in its row's window: from 1, and `window` is the row itself
-    ahead = torch.arange(window + W, device=q.device) - torch.arange(W, device=q.device)[:, None]
-    seen = F.pad(seen, (0, pad)).unfold(1, window + W, W)[:, :, None]
-    near = (seen | (ahead == window)) & (ahead > 0) & (ahead <= window)  # a padded row reads itself: finite, never read
-    far = at - torch.arange(sinks, device=q.device) >= window  # a first token still in the window counts once
-    allowed = torch.cat([far, near], -1).flatten(0, 1)[:, None]  # (B N, 1, W, sinks + window + W)
-    q = F.pad(q, (0, 0, 0, 0, 0, pad)).unflatten(1, (N, W)).flatten(0, 1).transpose(1, 2)
-    o = F.scaled_dot_product_attention(q, rows(k, sink_k), rows(v, sink_v), attn_mask=allowed)
-    return o.transpose(1, 2).unflatten(0, (B, N)).flatten(1, 2)[:, :T]
+    @torch.no_grad()
+    def state_size(self, T=1):
+        """Floats that one layer carries per sequence while decoding; but for softmax, the same for every T."""
+        state = self(self.q.weight.new_zeros(1, 1, self.width))[1]
+        return sum(z.numel() for z in state.values() if z.is_floating_point())
 
 
 # ------------------------------------------------------------------ the mixers
@@ -374,7 +548,7 @@ def register(cls):
 
 
 def build(name, config, **options):
-    """MIXERS[name] for one layer of `config` (width, heads, kv_heads, head_dim, rope_base, norm_eps)."""
+    """MIXERS[name] for one layer of `config` (width, heads, kv_heads, head_dim, rope_base, context)."""
     if name not in MIXERS:
         raise ValueError(f"mixer {name!r}: wanted one of {', '.join(MIXERS)}")
     return MIXERS[name](config, **options)
@@ -382,9 +556,9 @@ def build(name, config, **options):
 
 @register
 class Softmax(Mixer):
-    """The teacher's row: causal softmax attention, rotary, with shared key heads. Its state grows with T.
+    """The teacher's row: causal softmax attention, rotary, with shared key heads (arXiv 1706.03762).
 
-    Of Mixer it takes `forward` and `positions` alone.
+    Its state grows with T. Of Mixer it takes `forward` and `positions` alone.
     """
 
     decay = write = "softmax"
@@ -392,61 +566,84 @@ class Softmax(Mixer):
 
     def __init__(self, config):
         nn.Module.__init__(self)
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.width, self.heads, self.kv_heads, self.head_dim = (
+            config.width,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+        )
         self.base, self.window = config.rope_base, 0
         self.q = nn.Linear(config.width, self.heads * self.head_dim, bias=False)
         self.k, self.v = (nn.Linear(config.width, self.kv_heads * self.head_dim, bias=False) for _ in range(2))
         self.o = nn.Linear(self.heads * self.head_dim, config.width, bias=False)
 
+    def project(self, x, position):
+        """-> q (B, T, H, K), k, v (B, T, kv heads, K), rotated."""
+        q, k, v = (z(x).unflatten(-1, (-1, self.head_dim)) for z in (self.q, self.k, self.v))
+        return rotate(q, position, self.base), rotate(k, position, self.base), v
+
     def mix(self, x, state, mask, form):
-        position = self.positions(x, state or {}, mask)
-        q, k, v = (z.unflatten(-1, (-1, self.head_dim)) for z in (self.q(x), self.k(x), self.v(x)))
-        q, k = (rotate(z, position, self.base).transpose(1, 2) for z in (q, k))  # (B, H, T, K)
-        seen, v = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask, v.transpose(1, 2)
-        if state:
-            k, v = torch.cat([state["k"], k], 2), torch.cat([state["v"], v], 2)
-            seen = torch.cat([state["seen"], seen], 1)
+        old, new = state or {}, {}
+        position = self.positions(x, old, new, mask)
+        q, k, v = self.project(x, position)
+        past, T = old["k"].size(1) if old else 0, x.size(1)
+        k, v = (carry(name, z, past, old, new, mask) for name, z in (("k", k), ("v", v)))
+        new |= {"k": k, "v": v}
         allowed = None
-        if state or mask is not None:
-            T, total = q.size(2), k.size(2)
-            causal = torch.ones(T, total, dtype=torch.bool, device=x.device).tril(total - T)
-            allowed = causal & seen[:, None, None]
-            if mask is not None:  # a padded row reads itself: finite, and nobody reads it
-                allowed = allowed | (~mask[:, None, :, None] & causal)
+        if old or mask is not None:
+            back = past + torch.arange(T, device=x.device)[:, None] - torch.arange(past + T, device=x.device)
+            allowed = ((back >= 0) & ((back <= position[..., None]) | (back == 0)))[:, None]  # padding reads itself
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None, enable_gqa=True)
-        new = {"position": position[:, -1:].expand(len(x), 1) + 1, "k": k, "v": v, "seen": seen}
         return self.o(o.transpose(1, 2).flatten(2)), new
 
     def matrix(self, x):
-        position = self.positions(x, {}, None)
-        q, k = (rotate(z(x).unflatten(-1, (-1, self.head_dim)), position, self.base) for z in (self.q, self.k))
+        q, k, _ = self.project(x, torch.arange(x.size(1), device=x.device)[None])
         k = k.repeat_interleave(self.heads // self.kv_heads, 2)
         A = torch.einsum("bihk,bjhk->bhij", q, k) * self.head_dim**-0.5
         return A.masked_fill(torch.ones_like(A, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
 
-    def state_size(self, T=0):
+    def state_size(self, T=1):
         """Floats per layer and sequence after T tokens: the KV cache."""
         return 2 * T * self.kv_heads * self.head_dim
 
 
 @register
 class Linear(Mixer):
-    """No decay, added writes, features φ(z) = (Az + a) ⊙ (Bz + b), own maps for q and k (arXiv 2504.14366)."""
+    """No decay, added writes, no denominator; φ(z) = (Az + a) ⊙ (Bz + b) or another feature (arXiv 2504.14366)."""
 
-    def parts(self):
-        H, K = self.heads, self.head_dim
-        self.maps = nn.Parameter(torch.eye(K).repeat(2, 2, H, 1, 1))  # (q or k, A or B, H, K, K)
-        self.shift = nn.Parameter(torch.zeros(2, 2, H, K))
-        with torch.no_grad():
-            self.maps[:, 1] *= 0.1  # near the identity: B starts small beside b = 1
-            self.shift[:, 1] = 1
+    defaults = dict(feature="hadamard")
 
     def cell(self, x, q, k, v):
-        def feature(z, side):
-            a, b = torch.einsum("bthk,nhkj->nbthj", z, self.maps[side].to(z.dtype)) + self.shift[side, :, None, None]
-            return a * b
+        return dict(q=q, k=k if self.denominator else k / 64, v=v)  # a sum of some hundred tokens starts of order 1
 
-        return feature(q, 0), feature(k, 1) / 64, v, None, None  # a sum of some hundred tokens starts of order 1
+
+@register
+class T2R(Linear):
+    """φ(z) = relu(W z + b), with a denominator (arXiv 2103.13076 eq. 5)."""
+
+    defaults = dict(feature="t2r", denominator=True)
+
+
+@register
+class Hedgehog(Linear):
+    """φ(z) = [softmax(W z), softmax(−W z)], with a denominator (arXiv 2402.04347 eq. 6)."""
+
+    defaults = dict(feature="hedgehog", denominator=True)
+
+
+@register
+class ReBased(Linear):
+    """φ(z) = (γ · LayerNorm(z) + β)², with a denominator (arXiv 2402.10644 eq. 8)."""
+
+    defaults = dict(feature="rebased", denominator=True)
+
+
+@register
+class Based(Linear):
+    """φ(q)·φ(k) = 1 + s + s²/2, s a product in 16 dimensions, with a denominator (arXiv 2402.18668)."""
+
+    defaults = dict(feature="taylor", denominator=True)
 
 
 @register
@@ -459,66 +656,144 @@ class RetNet(Mixer):
         self.register_buffer("log_decay", torch.log1p(-(2.0 ** (-5 - torch.arange(self.heads))))[:, None])
 
     def cell(self, x, q, k, v):
-        return q, k, v, self.log_decay.expand(*k.shape[:3], 1), None
+        return dict(q=q, k=k, v=v, log_decay=self.log_decay.expand(*k.shape[:3], 1))
+
+
+@register
+class SUPRA(RetNet):
+    """φ = relu(W z + b), rotated after it, fixed decay exp(−2^(−8(h+1)/H)) per head (arXiv 2405.06640 eq. 5)."""
+
+    defaults = dict(feature="t2r", rope=True)
+
+    def parts(self):
+        slope = 2.0 ** (-8 * (torch.arange(self.heads) + 1) / self.heads)
+        self.register_buffer("log_decay", -slope[:, None])
+
+
+@register
+class Mamba2(Mixer):
+    """Keys times dt = softplus(w x + b), decay exp(−exp(A_log) dt) per head, skip D, gated (arXiv 2405.21060).
+
+    Option discrete: no dt on the keys and no A_log, as in Llamba (arXiv 2502.14458).
+    """
+
+    decay, defaults, options = "head", dict(gate="silu"), Mixer.options | dict(discrete=False)
+
+    def parts(self):
+        self.fade = Decay(self, rate=1 if self.discrete else None)
+        self.skip = nn.Parameter(torch.zeros(self.heads, 1))
+
+    def cell(self, x, q, k, v):
+        k = k if self.discrete else k * self.fade.step(x)
+        return dict(q=q, k=k, v=v, log_decay=self.fade(x), now=self.skip.expand(*k.shape[:3], 1))
+
+
+@register
+class XLSTM(Mixer):
+    """mLSTM: keys times exp(i), decay sigmoid(f), both capped; o over max(|denominator|, 1) (arXiv 2405.04517 eq. 19).
+
+    The cap (2503.13427) keeps exp(i) finite; the running maximum that stabilises the uncapped form cancels out.
+    """
+
+    decay, defaults, floor = "head", dict(denominator=True, gate="sigmoid"), 1.0
+
+    def parts(self):
+        self.fade, self.input = Decay(self, rate=1, cap=15), nn.Linear(self.width, self.heads)
+        nn.init.zeros_(self.input.weight)
+        nn.init.zeros_(self.input.bias)
+
+    def cell(self, x, q, k, v):
+        i = 15 * torch.tanh(wide(self.input(x))[..., None] / 15)
+        return dict(q=q, k=k * i.exp(), v=v, log_decay=self.fade(x))
 
 
 @register
 class GLA(Mixer):
-    """Decay per channel, logsigmoid(W₂ W₁ x + b) / 16 at rank 16, gated (arXiv 2312.06635 eq. 4)."""
+    """Decay per channel, sigmoid(W₂ W₁ x + b)^(1/16) at rank 16, gated (arXiv 2312.06635 eq. 4)."""
 
     decay, defaults = "channel", dict(gate="silu")
 
     def parts(self):
-        self.down, self.up = nn.Linear(self.width, 16, bias=False), nn.Linear(16, self.heads * self.head_dim)
-        nn.init.normal_(self.up.weight, std=1e-3)
-        self.remember(half_lives(self.heads))
-
-    def remember(self, half_life):
-        kept = (2 ** (-16 / half_life)).clamp(1e-12, 1 - 1e-6)  # per token, before the 16th root
-        self.up.bias.data.copy_(torch.logit(kept).repeat_interleave(self.head_dim))
+        self.fade = Decay(self, self.head_dim, rank=16, rate=1 / 16)
 
     def cell(self, x, q, k, v):
-        log_decay = F.logsigmoid(wide(self.up(self.down(x)))) / 16
-        return q, k, v, log_decay.unflatten(-1, (-1, self.head_dim)), None
+        return dict(q=q, k=k, v=v, log_decay=self.fade(x))
+
+
+@register
+class DFW(GLA):
+    """Decaying fast weights: decay sigmoid(W x + b) per channel, full rank (arXiv 2210.04243 eq. 8)."""
+
+    defaults = {}
+
+    def parts(self):
+        self.fade = Decay(self, self.head_dim, rate=1)
+
+
+@register
+class MetaLA(Mixer):
+    """The key is what the decay leaves, k = 1 − α, α = sigmoid(−W_k x − b)^(1/16); the current token is added again by
+    q·(w ⊙ k), w from 0 (arXiv 2411.10741). W_k, the teacher's, is the gate's projection."""
+
+    decay, defaults = "channel", dict(gate="silu")
+
+    def parts(self):
+        self.fade = Decay(self, self.head_dim, rank=0, rate=1 / 16)
+        self.again = nn.Parameter(torch.zeros(self.heads, self.head_dim))
+
+    def cell(self, x, q, k, v):
+        log_decay = self.fade(k)
+        k = -torch.expm1(log_decay)
+        return dict(q=q, k=k, v=v, log_decay=log_decay, now=(q * self.again * k).sum(-1, keepdim=True))
+
+
+@register
+class HGRN2(Mixer):
+    """k = 1 − α, α = γ + (1 − γ) sigmoid(−W_k x − b), the bound γ learned from near 0 (arXiv 2404.07904 eq. 7)."""
+
+    decay = "channel"
+
+    def parts(self):
+        self.fade = Decay(self, self.head_dim, rank=0, rate=1)
+        self.bound = nn.Parameter(torch.full((self.heads, self.head_dim), -6.0))  # γ = sigmoid(bound)
+
+    def cell(self, x, q, k, v):
+        log_decay = torch.logaddexp(F.logsigmoid(self.bound), F.logsigmoid(-self.bound) + self.fade(k))
+        return dict(q=q, k=-torch.expm1(log_decay), v=v, log_decay=log_decay)
 
 
 @register
 class Delta(Mixer):
-    """Each write first erases what its unit key already recalls, by β = σ(w x) (arXiv 2406.06484 eq. 2)."""
+    """Each write first erases what its unit key already recalls, by β = σ(w x) (arXiv 2406.06484 eq. 2).
 
-    write = "delta"
+    Option negative: β = 2 σ(w x), so that S may flip along a key (arXiv 2411.12537).
+    """
+
+    write, options = "delta", Mixer.options | dict(negative=False)
 
     def parts(self):
         self.beta = nn.Linear(self.width, self.heads)
         nn.init.zeros_(self.beta.weight)
-        nn.init.constant_(self.beta.bias, math.log(0.25 / 0.75))  # β = ¼, the nearest start (results/starts.md)
+        start = 0.125 if self.negative else 0.25
+        nn.init.constant_(self.beta.bias, math.log(start / (1 - start)))  # β = ¼, the nearest start (results/starts.md)
 
     def cell(self, x, q, k, v):
-        return unit(q), unit(k), v, None, torch.sigmoid(self.beta(x)).unsqueeze(-1)
+        beta = torch.sigmoid(self.beta(x)).unsqueeze(-1) * (2 if self.negative else 1)
+        return dict(q=unit(q), k=unit(k), v=v, beta=beta)
 
 
 @register
 class Gated_Delta(Delta):
-    """delta, and all of S fades by exp(−exp(A_log) · softplus(w x + dt_bias)) per head (arXiv 2412.06464 eq. 10)."""
+    """delta, and all of S fades by exp(−exp(A_log) · softplus(w x + b)) per head (arXiv 2412.06464 eq. 10)."""
 
     decay, defaults = "head", dict(gate="silu")
 
-    def parts(self, per_head=1, rank=None):
+    def parts(self):
         super().parts()
-        last = nn.Linear(rank or self.width, self.heads * per_head, bias=False)
-        nn.init.normal_(last.weight, std=1e-3)
-        self.dt = nn.Sequential(nn.Linear(self.width, rank, bias=False), last) if rank else last
-        self.A_log = nn.Parameter(torch.zeros(self.heads, 1))
-        self.dt_bias = nn.Parameter(torch.empty(self.heads, per_head))
-        self.remember(half_lives(self.heads))
-
-    def remember(self, half_life):
-        self.dt_bias.data.copy_(torch.log(torch.expm1(math.log(2) / half_life))[:, None].expand_as(self.dt_bias))
+        self.fade = Decay(self)
 
     def cell(self, x, q, k, v):
-        q, k, v, _, beta = super().cell(x, q, k, v)
-        dt = wide(self.dt(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias
-        return q, k, v, -self.A_log.exp() * F.softplus(dt), beta
+        return super().cell(x, q, k, v) | dict(log_decay=self.fade(x))
 
 
 @register
@@ -528,24 +803,87 @@ class KDA(Gated_Delta):
     decay, defaults = "channel", dict(gate="sigmoid")
 
     def parts(self):
-        super().parts(self.head_dim, rank=self.head_dim)
+        Delta.parts(self)
+        self.fade = Decay(self, self.head_dim, rank=self.head_dim)
 
 
-def main():
-    """Print each mixer's place on the grid, its state and the largest difference between its forms."""
-    from types import SimpleNamespace
+@register
+class RWKV7(Mixer):
+    """S_t = w ⊙ S_{t-1} − (a ⊙ κ) ⊗ S_{t-1}ᵀκ + k̃ ⊗ v: it erases at κ = unit(ξ ⊙ k) what S held *before* the decay, and
+    writes at k̃ = k ⊙ (1 + (a − 1) ⊙ α) (arXiv 2503.14456 eq. 13–17).
 
-    torch.manual_seed(0)
-    config = SimpleNamespace(width=576, heads=9, kv_heads=3, head_dim=64, rope_base=1e5, norm_eps=1e-5)
+    With w, a one number a head, ξ = α = 1 this is S_t = w S_{t-1} + κ ⊗ a (v − S_{t-1}ᵀκ), gated_delta but for that
+    order. `erase` reads after the decay, hence κ / w; w ≥ 0.545. q and k start at length 1, theirs are free.
+    """
+
+    decay, write, defaults = "channel", "own key", dict(gate="sigmoid")
+
+    def parts(self):
+        H, K = self.heads, self.head_dim
+        self.w = nn.Sequential(nn.Linear(self.width, K, bias=False), nn.Linear(K, H * K))
+        nn.init.normal_(self.w[1].weight, std=1e-3)
+        self.remember(half_lives(H))
+        self.rate = nn.Sequential(nn.Linear(self.width, K, bias=False), nn.Linear(K, H * K))
+        nn.init.normal_(self.rate[1].weight, std=1e-3)
+        nn.init.constant_(self.rate[1].bias, math.log(0.25 / 0.75))
+        self.xi, self.alpha = nn.Parameter(torch.ones(H, K)), nn.Parameter(torch.ones(H, K))
+        self.bonus = nn.Parameter(torch.zeros(H, K))
+
+    def remember(self, half_life):
+        z = torch.logit((math.log(2) / half_life / math.exp(-0.5)).clamp(max=0.99))
+        self.w[1].bias.data.copy_(z.repeat_interleave(self.head_dim))
+
+    def cell(self, x, q, k, v):
+        q, k = unit(q), unit(k)
+        log_decay = -math.exp(-0.5) * torch.sigmoid(wide(split(self.w(x), self.heads)))
+        a, kappa = torch.sigmoid(wide(split(self.rate(x), self.heads))), unit(k * self.xi)
+        k = k * (1 + (a - 1) * self.alpha)
+        now = (q * self.bonus * k).sum(-1, keepdim=True)
+        return dict(q=q, k=k, v=v, log_decay=log_decay, erase=(kappa * (-log_decay).exp(), a * kappa), now=now)
+
+
+# ------------------------------------------------------------------ python mixers.py
+
+
+@torch.no_grad()
+def table(config, T=2048):
+    """Print what each mixer adds to attention's weights, its state, a token's cost, and how far its forms differ."""
+    print(f"One layer, width {config.width}, {config.heads} heads of {config.head_dim}; softmax after {T} tokens.")
+    print("new: weights beside q, k, v, o. state: floats. MFLOP of a token: 2 a weight, 4 to 7 a number of S.")
+    print("MB of a token: weights in bf16, the state in float32 read and written.\n")
+    print(f"{'mixer':<12}{'decay':<9}{'write':<9}{'new':>9}{'state':>9}{'MFLOP':>7}{'MB':>7}{'differ':>8}  source")
     x = torch.randn(1, 200, config.width)
-    print(f"{'mixer':<12}{'decay':<9}{'write':<9}{'state (floats a layer)':>24}{'chunked − recurrent':>22}   source")
     for name, cls in MIXERS.items():
         mixer = build(name, config)
         loop, fast = (mixer(x, form=form)[0] for form in ("recurrent", "chunked"))
-        state = "grows" if name == "softmax" else f"{mixer.state_size():,}"
-        source = cls.__doc__.rsplit("(", 1)[-1].rstrip(").") if "arXiv" in cls.__doc__ else ""
-        print(f"{name:<12}{cls.decay:<9}{cls.write:<9}{state:>24}{(loop - fast).abs().max():>22.1e}   {source}")
+        weights, state = sum(p.numel() for p in mixer.parameters()), mixer.state_size(T)
+        new = weights - sum(getattr(mixer, n).weight.numel() for n in "qkvo")
+        S = mixer(x[:, :1])[1].get("S", torch.empty(T, config.heads, config.head_dim)).numel()
+        work = 2 * weights + S * (4 + (cls.decay in ("head", "channel")) + 2 * (cls.write not in ("add", "softmax")))
+        row = f"{name:<12}{cls.decay:<9}{cls.write:<9}{new:>9,}{state:>9,}{work / 1e6:>7.2f}"
+        source = re.search(r"arXiv ([\d.]+\d)", cls.__doc__)[1]
+        print(f"{row}{(2 * weights + 8 * state) / 1e6:>7.2f}{(loop - fast).abs().max():>8.0e}  {source}")
+
+
+def main():
+    """The table of mixers, or with --picture what each of them sees."""
+    from types import SimpleNamespace
+
+    from surgery import Parser
+
+    parser = Parser(description="The grid of mixers: what each one costs and sees.", allow_abbrev=False)
+    parser.add_argument("--picture", metavar="OUT.png", help="draw the teacher's attention and each mixer's matrix")
+    parser.add_argument("--teacher", default="140m", help="whose attention to draw (default 140m)")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.picture:
+        from evaluate import draw_mixers
+
+        return draw_mixers(args.picture, args.teacher)
+    table(SimpleNamespace(width=576, heads=9, kv_heads=3, head_dim=64, rope_base=1e5))
 
 
 if __name__ == "__main__":
-    main()
+    from surgery import cli
+
+    cli(main)

@@ -545,20 +545,26 @@ def linearize(teacher, mixer, *, window=0, keep=(), **options):
     theirs = {id(p) for p in teacher.parameters()}
     for name, p in student.named_parameters():
         copied = re.search(r"mixer\.[qkvo]\.", name)
-        student.origin[name] = "shared" if id(p) in theirs else "copied" if copied else "new"
+        student.origin[name] = "shared" if id(p) in theirs else "copied" if copied else "new"  # or copied and widened
     return student
 
 
 @torch.no_grad()
 def transplant(attention, mixer):
-    """Copy q, k, v, o of softmax attention into a mixer, each key head repeated for the query heads it served."""
+    """Copy q, k, v, o of softmax attention into a mixer, each key head repeated for the query heads it served.
+
+    Where a mixer's heads are wider, the teacher's are their first channels, and q and o start at 0 in the others.
+    """
+    H, D = attention.heads, attention.head_dim
     mixer.to(attention.q.weight)
     for name in "qkvo":
-        w = getattr(attention, name).weight
-        if name in "kv":
-            groups = attention.heads // attention.kv_heads
-            w = w.unflatten(0, (attention.kv_heads, -1)).repeat_interleave(groups, 0).flatten(0, 1)
-        getattr(mixer, name).weight.copy_(w)
+        theirs, ours = getattr(attention, name).weight, getattr(mixer, name).weight
+        theirs, ours = (w.T if name == "o" else w for w in (theirs, ours))
+        theirs = theirs.unflatten(0, (-1, D))  # (heads, D, width)
+        ours = ours.unflatten(0, (H, -1))
+        if name in "qo":
+            ours.zero_()
+        ours[:, :D] = theirs.repeat_interleave(H // len(theirs), 0)
     return mixer
 
 

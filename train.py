@@ -120,6 +120,8 @@ def read_flags():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
             raise BadInput(f"--{name.replace('_', '-')} {value}: wanted a number from {low} to {high}")
+    if args.calibrate == 1:
+        raise BadInput("--calibrate 1: wanted 0, or at least 2 (one window chooses among the fits to the others)")
     if args.window > args.context:
         raise BadInput(
             f"--window {args.window}: wanted at most --context {args.context}; a wider one would never slide"
@@ -570,7 +572,9 @@ def main():
         record(folder, args, teacher, held)
     if not newest and args.calibrate:
         with evaluate.autocast(args.device, dtype):
-            calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
+            found = calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
+        told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in found.items())
+        print(f"calibrated W_o on {args.calibrate - 1} windows; KL on one more by ridge: {told}; the least is taken")
     first = int(newest.name.split("-")[1]) if newest else 0
     if first == stages[-1][2] and (folder / "scores.json").exists():
         print(f"{folder} is finished; score it with: python evaluate.py {folder}")
