@@ -202,17 +202,30 @@ def take(x, order):
     return x[torch.arange(len(x), device=x.device)[:, None], order]
 
 
-def carry(name, x, n, old, new, mask):
-    """x (B, T, …) after the n rows that came before it -> (B, n + T, …), padding first; its last n go to new[name].
+class Past:
+    """What is kept between the pieces of a sequence: `old` came in, `new` goes out; `mask` says what is padding."""
 
-    At the start of a sequence those before it are zeros.
-    """
-    tail = old[name] if name in old else x.new_zeros(len(x), n, *x.shape[2:])
-    z = torch.cat([tail.to(x.dtype), x], 1)
-    if mask is not None and name in old:  # padding must not stand between the tail and its tokens
-        z = take(z, F.pad(mask, (n, 0), value=True).int().argsort(dim=1, stable=True))
-    new[name] = z[:, z.size(1) - n :]
-    return z
+    def __init__(self, state=None, mask=None):
+        self.old, self.new, self.mask = state or {}, {}, mask
+
+    def carry(self, name, x, n):
+        """x (B, T, …) after the n rows before it (zeros at the start) -> (B, n + T, …); keeps the last n for next time.
+
+        Padding comes first, so that it does not stand between the kept rows and theirs.
+        """
+        tail = self.old[name] if name in self.old else x.new_zeros(len(x), n, *x.shape[2:])
+        z = torch.cat([tail.to(x.dtype), x], 1)
+        if self.mask is not None and name in self.old:
+            z = take(z, F.pad(self.mask, (n, 0), value=True).int().argsort(dim=1, stable=True))
+        self.new[name] = z[:, z.size(1) - n :]
+        return z
+
+    def positions(self, x):
+        """-> (B | 1, T): how many real tokens came before each row of x."""
+        count = torch.arange(1, x.size(1) + 1, device=x.device)[None] if self.mask is None else self.mask.cumsum(1)
+        position = self.old.get("position", 0) + count - 1
+        self.new["position"] = position[:, -1:].expand(len(x), 1) + 1
+        return position
 
 
 # ------------------------------------------------------------------ feature maps, decays, the window of a hybrid
@@ -320,34 +333,40 @@ class Decay(nn.Module):
         return -(self.rate or self.A_log.exp()) * self.step(x)
 
 
-def sliding_softmax(q, k, v, position, window, sinks, old, new, mask):
+def sliding_softmax(q, k, v, position, window, sinks, past):
     """Softmax over the last `window` tokens and the first `sinks` of the sequence: linear in T, constant state.
 
-    q, k (B, T, H, K) rotated, v (B, T, H, V) -> (Σ w v, Σ w), (B, T, H, V) and (B, T, H, 1), w = exp(q·k − their
-    largest). Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453).
+    q, k (B, T, H, K) rotated, v (B, T, H, V) -> Σ w v (B, T, H, V) and Σ w (B, T, H, 1), w = exp(q·k − the largest).
+    Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453). Queries come
+    in blocks, each with the keys and values that the block before has left.
     """
-    T, parts, kept = q.size(1), [], old
-    for at in range(0, T, max(window, 64)):  # a block of queries at a time, each with the state the one before left
-        q_n, k_n, v_n = (x[:, at : at + max(window, 64)] for x in (q, k, v))
-        here, real = (x if x is None else x[:, at : at + max(window, 64)] for x in (position, mask))
-        first = here[:, None] == torch.arange(sinks, device=q.device)[:, None]
-        first = (first if real is None else first & real[:, None]).expand(len(q), -1, -1).to(q.dtype)  # (B, sinks, n)
-        columns = []  # keys, then values, of the first tokens, the window and the block
-        for name, x in (("k", k_n), ("v", v_n)):
-            new[f"first {name}"] = torch.einsum("bst,bthk->bshk", first, x) + kept.get(f"first {name}", 0)
-            columns.append(torch.cat([new[f"first {name}"], carry(f"window {name}", x, window, kept, new, real)], 1))
-        n = q_n.size(1)
-        back = window + torch.arange(n, device=q.device)[:, None] - torch.arange(window + n, device=q.device)
-        near = (back >= 0) & (back < window) & ((back <= here[..., None]) | (back == 0))  # padding reads itself
-        far = (
-            here[..., None] - torch.arange(sinks, device=q.device) >= window
-        )  # a first token in the window counts once
-        s = wide(torch.einsum("bihk,bjhk->bhij", q_n, columns[0])) * q.size(-1) ** -0.5
-        s = s.masked_fill(~torch.cat([far, near], -1)[:, None], -math.inf)
-        w = (s - s.amax(-1, keepdim=True)).exp()
-        parts.append((torch.einsum("bhij,bjhv->bihv", w.to(v.dtype), columns[1]), w.sum(-1).mT.unsqueeze(-1)))
-        kept = dict(new)
+    rows, kept, parts = max(window, 64), past.old, []
+    for at in range(0, q.size(1), rows):
+        block = [None if x is None else x[:, at : at + rows] for x in (q, k, v, position, past.mask)]
+        step = Past(kept, block.pop())
+        parts.append(attend(*block, window, sinks, step))
+        kept = step.new
+    past.new |= kept
     return [torch.cat(part, 1) for part in zip(*parts)]
+
+
+def attend(q, k, v, position, window, sinks, past):
+    """`sliding_softmax` of one block."""
+    n, far = q.size(1), torch.arange(sinks, device=q.device)
+    first = position[:, None] == far[:, None]
+    first = (first if past.mask is None else first & past.mask[:, None]).expand(len(q), -1, -1).to(q.dtype)
+    seen = []  # keys, then values: of the first tokens, the window and the block
+    for name, x in (("k", k), ("v", v)):
+        sink = torch.einsum("bst,bthk->bshk", first, x) + past.old.get(f"first {name}", 0)
+        past.new[f"first {name}"] = sink
+        seen.append(torch.cat([sink, past.carry(f"window {name}", x, window)], 1))
+    back = window + torch.arange(n, device=q.device)[:, None] - torch.arange(window + n, device=q.device)
+    near = (back >= 0) & (back < window) & ((back <= position[..., None]) | (back == 0))  # padding reads itself
+    far = position[..., None] - far >= window  # a first token that is in the window counts once
+    s = wide(torch.einsum("bihk,bjhk->bhij", q, seen[0])) * q.size(-1) ** -0.5
+    s = s.masked_fill(~torch.cat([far, near], -1)[:, None], -math.inf)
+    w = (s - s.amax(-1, keepdim=True)).exp()
+    return torch.einsum("bhij,bjhv->bihv", w.to(v.dtype), seen[1]), w.sum(-1).mT.unsqueeze(-1)
 
 
 # ------------------------------------------------------------------ the mixer around a cell
@@ -414,9 +433,7 @@ class Mixer(nn.Module):
         if options["denominator"] and not (positive and self.write == "add"):
             raise ValueError("option denominator = True: wanted added writes and a feature with φ(q)·φ(k) ≥ 0, as t2r")
         if options["blend"] == "shared" and not (options["denominator"] and options["window"]):
-            raise ValueError(
-                "option blend = 'shared': wanted a window, and denominator = true as t2r and hedgehog have"
-            )
+            raise ValueError("option blend = 'shared': wanted a window, and a denominator as t2r and hedgehog have it")
         return options
 
     def parts(self):
@@ -441,35 +458,28 @@ class Mixer(nn.Module):
         convolution, the window and the position, and its size does not grow.
         """
         if mask is None:
-            return self.mix(x, state, None, form)
+            past = Past(state)
+            return self.mix(x, past, form), past.new
         order = mask.int().argsort(dim=1, stable=True)  # padding to the left; work; every row back in its place
-        y, state = self.mix(take(x, order), state, take(mask, order), form)
-        return take(y, order.argsort(1)), state
+        past = Past(state, take(mask, order))
+        y = self.mix(take(x, order), past, form)
+        return take(y, order.argsort(1)), past.new
 
-    def mix(self, x, state, mask, form):
-        """`forward` with the padding, if any, on the left. old: the state so far, new: the next, filled on the way."""
-        old, new = state or {}, {}
+    def mix(self, x, past, form):
+        """`forward` with the padding, if any, on the left; fills past.new."""
 
         def dress(o):  # (B, T, H, V)
             o = NORMS[self.norm](o, o.shape[-1:])
             return o * GATES[self.gate][0](split(self.gate_proj(x), self.heads)) if self.gate != "none" else o
 
-        o = self.read(*self.streams(x, old, new, mask), old, new, mask, form, dress)
-        return self.o(o.flatten(2)), new
+        return self.o(self.read(*self.streams(x, past), past, form, dress).flatten(2))
 
-    def positions(self, x, old, new, mask):
-        """-> (B | 1, T): how many real tokens came before each row."""
-        count = torch.arange(1, x.size(1) + 1, device=x.device)[None] if mask is None else mask.cumsum(1)
-        position = old["position"] + count - 1 if "position" in old else count - 1
-        new["position"] = position[:, -1:].expand(len(x), 1) + 1
-        return position
-
-    def streams(self, x, old, new, mask):
+    def streams(self, x, past):
         """-> (position, [q, k, v] of the head as projected, what the cell makes of x: arguments of `scan` by name)."""
-        D, position = self.head_dim, self.positions(x, old, new, mask)
+        D, position = self.head_dim, past.positions(x)
         parts = [split(z(x), self.heads) for z in (self.q, self.k, self.v)]
         plain = [z[..., :D] for z in parts]
-        q, k, v = self.convolve(parts, old, new, mask)
+        q, k, v = self.convolve(parts, past)
         q, k = (unit(z) if self.qk_norm else z for z in (q, k))
         turn = lambda z: torch.cat([rotate(z[..., :D], position, self.base), z[..., D:]], -1)
         early = self.rope and self.denominator  # φ ≥ 0 stays so: rotated before it
@@ -479,35 +489,35 @@ class Mixer(nn.Module):
         q, k = (turn(z) if self.rope and not early else z for z in (q, k))
         c = self.cell(x, q, k, v)
         c["q"] = c["q"] * self.head_dim**-0.5
-        if mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
-            real = mask[..., None, None]
+        if past.mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
+            real = past.mask[..., None, None]
             c |= {name: c[name] * real for name in ("k", "log_decay") if name in c}
             c |= {"erase": (c["erase"][0], c["erase"][1] * real)} if "erase" in c else {}
         return position, plain, c
 
-    def convolve(self, parts, old, new, mask):
+    def convolve(self, parts, past):
         """Causal depthwise convolution over q, k and v; the last conv − 1 inputs are its state."""
         if not self.conv:
             return parts
         z = torch.cat([part.flatten(2) for part in parts], -1)
-        z = carry("tail", z if mask is None else z * mask[..., None], self.conv - 1, old, new, mask)
+        z = past.carry("tail", z if past.mask is None else z * past.mask[..., None], self.conv - 1)
         y = F.conv2d(z.mT.unsqueeze(-1), self.taps, groups=z.size(-1))  # a channels-last image of width 1: no copies
         sizes = [part.size(-1) * self.heads for part in parts]
         return [split(part, self.heads) for part in y.squeeze(-1).mT.split(sizes, -1)]
 
-    def read(self, position, plain, c, old, new, mask, form="auto", dress=lambda o: o):
+    def read(self, position, plain, c, past, form="auto", dress=lambda o: o):
         """-> o (B, T, H, V): what the recurrence recalls, dressed, and what the window sees."""
         now, v = c.pop("now", None), c["v"]
         if self.denominator:
             c["v"] = F.pad(wide(v), (0, 1), value=1.0)  # the column of ones sums the weights
         if self.window:
             q, k = (rotate(z, position, self.base) for z in plain[:2])
-            seen, weight = sliding_softmax(q, k, plain[2], position, self.window, self.sinks, old, new, mask)
+            seen, weight = sliding_softmax(q, k, plain[2], position, self.window, self.sinks, past)
         if self.blend == "shared":  # the recurrence meets a token when the window has passed it, a first one never
             c["k"] = c["k"] * (position >= self.sinks)[..., None, None]
             for name in c.keys() & {"k", "v", "log_decay"}:
-                c[name] = carry(f"late {name}", c[name], self.window, old, new, mask)[:, : v.size(1)]
-        o, new["S"] = scan(**c, S=old.get("S"), form=form)
+                c[name] = past.carry(f"late {name}", c[name], self.window)[:, : v.size(1)]
+        o, past.new["S"] = scan(**c, S=past.old.get("S"), form=form)
         o, total = (o[..., :-1], o[..., -1:]) if self.denominator else (o, None)
         if self.window:
             seen = F.pad(seen, (0, o.size(-1) - seen.size(-1)))  # nothing in the values that are wider than the head
@@ -524,10 +534,11 @@ class Mixer(nn.Module):
 
     def matrix(self, x):
         """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before norm and gate."""
-        position, plain, c = self.streams(x, {}, {}, None)
+        past = Past()
+        position, plain, c = self.streams(x, past)
         eye = torch.eye(x.size(1), dtype=c["q"].dtype, device=x.device)
         plain[2] = c["v"] = eye[None, :, None].expand(len(x), -1, self.heads, -1)
-        return self.read(position, plain, c, {}, {}, None).transpose(1, 2)
+        return self.read(position, plain, c, past).transpose(1, 2)
 
     @torch.no_grad()
     def state_size(self, T=1):
@@ -558,7 +569,7 @@ def build(name, config, **options):
 class Softmax(Mixer):
     """The teacher's row: causal softmax attention, rotary, with shared key heads (arXiv 1706.03762).
 
-    Its state grows with T. Of Mixer it takes `forward` and `positions` alone.
+    Its state grows with T. Of Mixer it takes `forward` alone.
     """
 
     decay = write = "softmax"
@@ -566,36 +577,30 @@ class Softmax(Mixer):
 
     def __init__(self, config):
         nn.Module.__init__(self)
-        self.width, self.heads, self.kv_heads, self.head_dim = (
-            config.width,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-        )
-        self.base, self.window = config.rope_base, 0
-        self.q = nn.Linear(config.width, self.heads * self.head_dim, bias=False)
-        self.k, self.v = (nn.Linear(config.width, self.kv_heads * self.head_dim, bias=False) for _ in range(2))
-        self.o = nn.Linear(self.heads * self.head_dim, config.width, bias=False)
+        self.width, self.heads, self.head_dim, self.base = config.width, config.heads, config.head_dim, config.rope_base
+        self.kv_heads, self.window = config.kv_heads, 0
+        heads = self.heads, self.kv_heads, self.kv_heads
+        self.q, self.k, self.v = (nn.Linear(self.width, n * self.head_dim, bias=False) for n in heads)
+        self.o = nn.Linear(self.heads * self.head_dim, self.width, bias=False)
 
     def project(self, x, position):
         """-> q (B, T, H, K), k, v (B, T, kv heads, K), rotated."""
         q, k, v = (z(x).unflatten(-1, (-1, self.head_dim)) for z in (self.q, self.k, self.v))
         return rotate(q, position, self.base), rotate(k, position, self.base), v
 
-    def mix(self, x, state, mask, form):
-        old, new = state or {}, {}
-        position = self.positions(x, old, new, mask)
+    def mix(self, x, past, form):
+        position, T = past.positions(x), x.size(1)
         q, k, v = self.project(x, position)
-        past, T = old["k"].size(1) if old else 0, x.size(1)
-        k, v = (carry(name, z, past, old, new, mask) for name, z in (("k", k), ("v", v)))
-        new |= {"k": k, "v": v}
+        before = past.old["k"].size(1) if past.old else 0
+        k, v = (past.carry(name, z, before) for name, z in (("k", k), ("v", v)))
+        past.new |= {"k": k, "v": v}
         allowed = None
-        if old or mask is not None:
-            back = past + torch.arange(T, device=x.device)[:, None] - torch.arange(past + T, device=x.device)
+        if past.old or past.mask is not None:
+            back = before + torch.arange(T, device=x.device)[:, None] - torch.arange(before + T, device=x.device)
             allowed = ((back >= 0) & ((back <= position[..., None]) | (back == 0)))[:, None]  # padding reads itself
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None, enable_gqa=True)
-        return self.o(o.transpose(1, 2).flatten(2)), new
+        return self.o(o.transpose(1, 2).flatten(2))
 
     def matrix(self, x):
         q, k, _ = self.project(x, torch.arange(x.size(1), device=x.device)[None])

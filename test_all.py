@@ -462,7 +462,7 @@ def test_window_is_masked_softmax(window, sinks, T):
 @pytest.mark.parametrize("T", (3, 8, 80))
 def test_a_shared_denominator_gives_each_token_to_one_half(name, T):
     mixer, x = make(name, dict(window=4, sinks=2, blend="shared", conv=0)), tokens(T)
-    position, (q, k, v), c = mixer.streams(x, {}, {}, None)
+    position, (q, k, v), c = mixer.streams(x, mixers.Past())
     q, k = (rotate(z, position, mixer.base) for z in (q, k))
     exact = torch.einsum("bihk,bjhk->bhij", q, k) * 8**-0.5
     features = torch.einsum("bihk,bjhk->bhij", c["q"], c["k"]) * mixer.scale.abs()[:, :, None]
@@ -937,7 +937,7 @@ def test_reach_is_the_median_distance_of_attention():
 def test_a_head_reaches_as_far_as_it_is_told(name):
     mixer, x, half_life = build(name, CONFIG), torch.randn(2, 9, CONFIG.width), torch.tensor([1.5, 6.5, 40.0])
     mixer.remember(half_life)
-    log_decay = mixer.streams(x, {}, {}, None)[2]["log_decay"]
+    log_decay = mixer.streams(x, mixers.Past())[2]["log_decay"]
     torch.testing.assert_close(log_decay.mean((0, 1, 3)), -math.log(2) / half_life, rtol=0.02, atol=1e-4)
 
 
