@@ -9,8 +9,8 @@
 
 Off the grid: softmax is the teacher's row; rwkv7 (a decay per channel) erases at another key than it writes to.
 
-Read in this order: the definition (`recurrent`), the same answer by matmuls (`chunked`), what surrounds a cell (feature
-maps, decays, the window of a hybrid), the `Mixer` that puts them together, then one short subclass per mixer.
+Read in this order: the definition (`recurrent`; kernels.py has the same answer by matmuls), what surrounds a cell
+(feature maps, decays, the window of a hybrid), the `Mixer` around it, then one short subclass per mixer.
 
     letter  what it is                         called elsewhere
     B T H   batch, time, heads                 fla: the same; Mamba-2: b l h
@@ -31,7 +31,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# ------------------------------------------------------------------ the equation and its forms
+from kernels import check, chunked
+
+# ------------------------------------------------------------------ the equation
 
 
 def recurrent(q, k, v, *, log_decay=None, beta=None, erase=None, S=None):
@@ -59,84 +61,6 @@ def recurrent(q, k, v, *, log_decay=None, beta=None, erase=None, S=None):
     return torch.stack(outputs, 1).to(v.dtype), S
 
 
-def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=64):
-    """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` rows.
-
-    A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S. A
-    triangular solve gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464), and
-    the loop carries S alone. A ragged last chunk is padded: a zero key writes nothing, a zero log_decay keeps all.
-    """
-    if chunk < 1 or chunk & (chunk - 1):
-        raise ValueError(f"chunk: wanted a power of two (`scores` halves it), got {chunk}")
-    dtype, S = check(q, k, v, log_decay, beta, erase, S)
-    out, r = v.dtype, k  # r: the key whose recall a write takes back
-    if erase is not None:
-        q, r, k, v, log_decay, beta = two_rows(q, k, v, log_decay, beta, *erase)
-    T, V = q.size(1), v.size(-1)
-    C = min(chunk, 1 << (T - 1).bit_length())  # no longer than the first power of two ≥ T
-
-    def blocks(x):  # (B, T, H, D) -> (N, B, H, C, D)
-        x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, -T % C))
-        return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous()
-
-    with torch.autocast(q.device.type, enabled=False):
-        r = None if beta is None else blocks(r)
-        q, k, u = blocks(q), blocks(k), blocks(v)
-        q_in, r_in, k_out, keep = q, r, k, [1.0] * len(q)  # seen from the chunk's start, from its end; what S keeps
-        G = None if log_decay is None else blocks(log_decay).cumsum(-2)  # log of what is kept since the chunk began
-        if G is not None:
-            total, since = G[..., -1:, :], G.exp()
-            q_in, r_in, k_out = q * since, r if r is None else r * since, k * (total - G).exp()
-            keep = total.exp().mT.unbind()  # N times (B, H, K | 1, 1)
-        reads = scores(q, k, G)  # (N, B, H, C, C)
-        w = [None] * len(q)
-        if beta is not None:
-            beta = blocks(beta)
-            right = torch.cat([u, r_in], -1) * beta
-            solved = torch.linalg.solve_triangular(scores(r, k, G) * beta, right, upper=False, unitriangular=True)
-            u, w = solved[..., :V], solved[..., V:].unbind()
-        before, writes = [], []
-        for u_n, w_n, k_n, keep_n in zip(u.unbind(), w, k_out.mT.unbind(), keep):
-            before.append(S)
-            writes.append(u_n if w_n is None else u_n - w_n @ S)
-            S = keep_n * S + k_n @ writes[-1]
-        o = q_in @ torch.stack(before) + reads @ torch.stack(writes)  # (N, B, H, C, V)
-    o = o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T].to(out)
-    return (o if erase is None else o[:, 1::2]), S
-
-
-def two_rows(q, k, v, log_decay, beta, e, b):
-    """A token that erases at another key becomes two delta rows: one takes back the recall of e along b, one writes."""
-    one, row = torch.ones_like(k[..., :1]), lambda first, second: torch.stack([first, second], 2).flatten(1, 2)
-    r = row(e, torch.zeros_like(k) if beta is None else k)
-    log_decay = None if log_decay is None else row(log_decay, torch.zeros_like(log_decay))
-    beta = row(one, one if beta is None else beta)
-    return row(q, q), r, row(b, k), row(torch.zeros_like(v), v), log_decay, beta
-
-
-def scores(x, y, G):
-    """A_ij = Σ_d x_id y_jd exp(G_id − G_jd) for j ≤ i, else 0.  x, y (…, C, K), G None | (…, C, 1 | K) -> (…, C, C).
-
-    exp(−G) alone overflows, so only differences ≤ 0 are exponentiated: masked first if there is one decay per head; per
-    channel by halving, where the last early row is the reference point between the late rows and the early columns.
-    """
-    C = x.size(-2)
-    if G is None:
-        return (x @ y.mT).tril()
-    if G.size(-1) == 1:
-        future = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(1)
-        return x @ y.mT * (G - G.mT).masked_fill(future, -math.inf).exp()
-    if C == 1:
-        return (x * y).sum(-1, keepdim=True)
-    x, y, G = (z.unflatten(-2, (2, C // 2)) for z in (x, y, G))
-    near = scores(x, y, G)  # (…, 2, C/2, C/2): both halves against themselves
-    middle = G[..., 0, -1:, :]
-    late = x[..., 1, :, :] * (G[..., 1, :, :] - middle).exp()
-    early = y[..., 0, :, :] * (middle - G[..., 0, :, :]).exp()
-    top = F.pad(near[..., 0, :, :], (0, C // 2))
-    return torch.cat([top, torch.cat([late @ early.mT, near[..., 1, :, :]], -1)], -2)
-
-
 def scan(q, k, v, *, form="auto", **more):
     """One entry for all forms (arguments, results, errors as `recurrent`). auto: recurrent at T = 1, else chunked."""
     forms = {"recurrent": recurrent, "chunked": chunked}
@@ -145,24 +69,6 @@ def scan(q, k, v, *, form="auto", **more):
     if form not in forms:
         raise ValueError(f"form: wanted one of auto, {', '.join(forms)}; got {form!r}")
     return forms[form](q, k, v, **more)
-
-
-def check(q, k, v, log_decay, beta, erase, S):
-    """-> (dtype to compute in, state to start from); ValueError names the argument, what was wanted and what came."""
-    if q.dim() != 4 or v.dim() != 4 or 0 in q.shape:
-        raise ValueError(
-            f"q, v: wanted (B, T, H, K) and (B, T, H, V), none of them 0, got {(*q.shape,)}, {(*v.shape,)}"
-        )
-    (B, T, H, K), V = q.shape, v.size(-1)
-    per_channel = log_decay is not None and log_decay.shape[-1:] != (1,)
-    wanted = {"q": (q, (B, T, H, K)), "k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "S": (S, (B, H, K, V))}
-    wanted |= {"log_decay": (log_decay, (B, T, H, K if per_channel else 1)), "beta": (beta, (B, T, H, 1))}
-    wanted |= {f"erase[{i}]": (x, (B, T, H, K)) for i, x in enumerate(erase or ())}
-    for name, (x, shape) in wanted.items():
-        if x is not None and (x.shape != shape or x.device != q.device or not x.is_floating_point()):
-            raise ValueError(f"{name}: wanted floats {shape} on {q.device}, got {x.dtype} {(*x.shape,)} on {x.device}")
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    return dtype, q.new_zeros(B, H, K, V, dtype=dtype) if S is None else S.to(dtype)
 
 
 # ------------------------------------------------------------------ what surrounds a cell
@@ -297,25 +203,35 @@ def half_lives(heads, shortest=16, longest=512):
     return shortest * (longest / shortest) ** torch.linspace(0, 1, heads)
 
 
-class Decay(nn.Module):
-    """log_decay = −rate · softplus(W x + bias), (B, T, H, 1 | dim): every learned gate of the grid.
+class Gate(nn.Module):
+    """W x + bias in float32, one number per head or dim per head: (B, T, width) -> (B, T, H, dim). W starts near 0.
 
-    For logsigmoid(z) = −softplus(−z), and W takes the sign. rank: W is W₂W₁ through so many; 0: x is W x already, (B,
-    T, H, dim). rate: a constant, or None for exp(A_log) per head. cap: softplus reads cap · tanh(z / cap).
+    rank: W is W₂W₁ through so many; 0: x is W x already, (B, T, H, dim). start: the bias.
+    """
+
+    def __init__(self, mixer, dim=1, *, rank=None, start=0.0):
+        super().__init__()
+        last = nn.Linear(rank or mixer.width, mixer.heads * dim, bias=False)
+        nn.init.normal_(last.weight, std=1e-3)
+        first = [nn.Linear(mixer.width, rank, bias=False)] if rank else []
+        self.w = nn.Identity() if rank == 0 else nn.Sequential(*first, last, nn.Unflatten(-1, (mixer.heads, dim)))
+        self.bias = nn.Parameter(torch.full((mixer.heads, dim), start))
+
+    def forward(self, x):
+        return wide(self.w(x)) + self.bias
+
+
+class Decay(Gate):
+    """log_decay = −rate · softplus(W x + bias), the learned decays of the grid: logsigmoid(z) = −softplus(−z).
+
+    rate: a constant, or None for exp(A_log) per head. cap: softplus reads cap · tanh(z / cap).
     """
 
     def __init__(self, mixer, dim=1, *, rank=None, rate=None, cap=None):
-        super().__init__()
-        self.heads, self.rate, self.cap, self.w = mixer.heads, rate, cap, nn.Identity()
-        if rank != 0:
-            last = nn.Linear(rank or mixer.width, mixer.heads * dim, bias=False)
-            nn.init.normal_(last.weight, std=1e-3)
-            split_last = nn.Unflatten(-1, (mixer.heads, dim))
-            first = [nn.Linear(mixer.width, rank, bias=False)] if rank else []
-            self.w = nn.Sequential(*first, last, split_last)
+        super().__init__(mixer, dim, rank=rank)
+        self.rate, self.cap = rate, cap
         if rate is None:
             self.A_log = nn.Parameter(torch.zeros(mixer.heads, 1))
-        self.bias = nn.Parameter(torch.empty(mixer.heads, dim))
         self.remember(half_lives(mixer.heads))
 
     def remember(self, half_life):
@@ -326,7 +242,7 @@ class Decay(nn.Module):
 
     def step(self, x):
         """softplus(W x + bias), Mamba-2's dt."""
-        z = wide(self.w(x)) + self.bias
+        z = super().forward(x)
         return F.softplus(self.cap * torch.tanh(z / self.cap) if self.cap else z)
 
     def forward(self, x):
@@ -413,9 +329,7 @@ class Mixer(nn.Module):
         if self.feature != "none":
             self.phi = nn.ModuleDict({n: Feature(self.feature, H, K, getattr(config, "context", 2048)) for n in "qk"})
         if self.gate != "none":
-            self.gate_proj = nn.Linear(self.width, H * V)
-            nn.init.zeros_(self.gate_proj.weight)
-            nn.init.constant_(self.gate_proj.bias, GATES[self.gate][1])
+            self.gate_proj = Gate(self, V, start=GATES[self.gate][1])
         self.scale = nn.Parameter(torch.full((H, 1), 0.1 if self.window else 1.0))  # beside an exact window: small
         self.parts()
 
@@ -444,7 +358,7 @@ class Mixer(nn.Module):
 
         One more, "now" (B, T, H, 1): how much of the current value is added to the output.
         """
-        return dict(q=q, k=k, v=v)
+        return dict(q=q, k=k, v=v) | (dict(log_decay=self.fade(x)) if hasattr(self, "fade") else {})
 
     def remember(self, half_life):
         """Start with these half-lives, (H,) in tokens, if the cell has any to set; `calibrate` measures them."""
@@ -470,7 +384,7 @@ class Mixer(nn.Module):
 
         def dress(o):  # (B, T, H, V)
             o = NORMS[self.norm](o, o.shape[-1:])
-            return o * GATES[self.gate][0](split(self.gate_proj(x), self.heads)) if self.gate != "none" else o
+            return o * GATES[self.gate][0](self.gate_proj(x)).to(o.dtype) if self.gate != "none" else o
 
         return self.o(self.read(*self.streams(x, past), past, form, dress).flatten(2))
 
@@ -690,7 +604,7 @@ class Mamba2(Mixer):
 
     def cell(self, x, q, k, v):
         k = k if self.discrete else k * self.fade.step(x)
-        return dict(q=q, k=k, v=v, log_decay=self.fade(x), now=self.skip.expand(*k.shape[:3], 1))
+        return super().cell(x, q, k, v) | dict(now=self.skip.expand(*k.shape[:3], 1))
 
 
 @register
@@ -703,13 +617,10 @@ class XLSTM(Mixer):
     decay, defaults, floor = "head", dict(denominator=True, gate="sigmoid"), 1.0
 
     def parts(self):
-        self.fade, self.input = Decay(self, rate=1, cap=15), nn.Linear(self.width, self.heads)
-        nn.init.zeros_(self.input.weight)
-        nn.init.zeros_(self.input.bias)
+        self.fade, self.input = Decay(self, rate=1, cap=15), Gate(self)
 
     def cell(self, x, q, k, v):
-        i = 15 * torch.tanh(wide(self.input(x))[..., None] / 15)
-        return dict(q=q, k=k * i.exp(), v=v, log_decay=self.fade(x))
+        return super().cell(x, q, k * torch.exp(15 * torch.tanh(self.input(x) / 15)), v)
 
 
 @register
@@ -721,15 +632,12 @@ class GLA(Mixer):
     def parts(self):
         self.fade = Decay(self, self.head_dim, rank=16, rate=1 / 16)
 
-    def cell(self, x, q, k, v):
-        return dict(q=q, k=k, v=v, log_decay=self.fade(x))
-
 
 @register
-class DFW(GLA):
+class DFW(Mixer):
     """Decaying fast weights: decay sigmoid(W x + b) per channel, full rank (arXiv 2210.04243 eq. 8)."""
 
-    defaults = {}
+    decay = "channel"
 
     def parts(self):
         self.fade = Decay(self, self.head_dim, rate=1)
@@ -777,14 +685,12 @@ class Delta(Mixer):
     write, options = "delta", Mixer.options | dict(negative=False)
 
     def parts(self):
-        self.beta = nn.Linear(self.width, self.heads)
-        nn.init.zeros_(self.beta.weight)
-        start = 0.125 if self.negative else 0.25
-        nn.init.constant_(self.beta.bias, math.log(start / (1 - start)))  # β = ¼, the nearest start (results/starts.md)
+        start = 0.125 if self.negative else 0.25  # β = ¼, the nearest start (results/starts.md)
+        self.beta = Gate(self, start=math.log(start / (1 - start)))
 
     def cell(self, x, q, k, v):
-        beta = torch.sigmoid(self.beta(x)).unsqueeze(-1) * (2 if self.negative else 1)
-        return dict(q=unit(q), k=unit(k), v=v, beta=beta)
+        beta = torch.sigmoid(self.beta(x)) * (2 if self.negative else 1)
+        return super().cell(x, unit(q), unit(k), v) | dict(beta=beta)
 
 
 @register
@@ -796,9 +702,6 @@ class Gated_Delta(Delta):
     def parts(self):
         super().parts()
         self.fade = Decay(self)
-
-    def cell(self, x, q, k, v):
-        return super().cell(x, q, k, v) | dict(log_decay=self.fade(x))
 
 
 @register
@@ -825,23 +728,19 @@ class RWKV7(Mixer):
 
     def parts(self):
         H, K = self.heads, self.head_dim
-        self.w = nn.Sequential(nn.Linear(self.width, K, bias=False), nn.Linear(K, H * K))
-        nn.init.normal_(self.w[1].weight, std=1e-3)
+        self.w, self.rate = Gate(self, K, rank=K), Gate(self, K, rank=K, start=math.log(0.25 / 0.75))
         self.remember(half_lives(H))
-        self.rate = nn.Sequential(nn.Linear(self.width, K, bias=False), nn.Linear(K, H * K))
-        nn.init.normal_(self.rate[1].weight, std=1e-3)
-        nn.init.constant_(self.rate[1].bias, math.log(0.25 / 0.75))
         self.xi, self.alpha = nn.Parameter(torch.ones(H, K)), nn.Parameter(torch.ones(H, K))
         self.bonus = nn.Parameter(torch.zeros(H, K))
 
     def remember(self, half_life):
         z = torch.logit((math.log(2) / half_life / math.exp(-0.5)).clamp(max=0.99))
-        self.w[1].bias.data.copy_(z.repeat_interleave(self.head_dim))
+        self.w.bias.data.copy_(z[:, None].expand_as(self.w.bias))
 
     def cell(self, x, q, k, v):
         q, k = unit(q), unit(k)
-        log_decay = -math.exp(-0.5) * torch.sigmoid(wide(split(self.w(x), self.heads)))
-        a, kappa = torch.sigmoid(wide(split(self.rate(x), self.heads))), unit(k * self.xi)
+        log_decay = -math.exp(-0.5) * torch.sigmoid(self.w(x))
+        a, kappa = torch.sigmoid(self.rate(x)), unit(k * self.xi)
         k = k * (1 + (a - 1) * self.alpha)
         now = (q * self.bonus * k).sum(-1, keepdim=True)
         return dict(q=q, k=k, v=v, log_decay=log_decay, erase=(kappa * (-log_decay).exp(), a * kappa), now=now)

@@ -491,8 +491,8 @@ def bare(name, **options):
 def test_xlstm_is_the_stabilised_recurrence():
     """arXiv 2405.04517 eq. 19-27 with a running maximum m, gates capped as in 2503.13427; inputs reach exp(1000)."""
     mixer, x, (q, k, v) = bare("xlstm")
-    mixer.input.weight.mul_(3000)
-    i, f = (15 * torch.tanh(z / 15) for z in (mixer.input(x), -(mixer.fade.w(x) + mixer.fade.bias)[..., 0]))
+    mixer.input.w[0].weight.mul_(3000)
+    i, f = (15 * torch.tanh(z / 15) for z in (mixer.input(x)[..., 0], -(mixer.fade.w(x) + mixer.fade.bias)[..., 0]))
     assert mixer.input(x).max() > 710  # more than exp can hold in float64
     C, n, m, outputs = torch.zeros(2, 3, 8, 8).double(), torch.zeros(2, 3, 8).double(), torch.full((2, 3), -1e9), []
     for t in range(40):
@@ -527,12 +527,11 @@ def test_rwkv7_erases_before_the_decay(tied):
     mixer, x, (q, k, v) = bare("rwkv7")
     if tied:
         for name in ("w", "rate"):
-            first = getattr(mixer, name)[1]
-            first.weight[:], first.bias[:] = 0, first.bias.view(3, 8)[:, :1].repeat(1, 8).flatten()
+            gate = getattr(mixer, name)
+            gate.w[1].weight[:], gate.bias[:] = 0, gate.bias[:, :1].clone()
         mixer.xi[:], mixer.alpha[:], mixer.bonus[:] = 1, 1, 0
-    q, k, heads = mixers.unit(q) / 8**0.5, mixers.unit(k), lambda z: z.unflatten(-1, (3, 8))
-    w = (-math.exp(-0.5) * heads(mixer.w(x)).sigmoid()).exp()
-    a, kappa = heads(mixer.rate(x)).sigmoid(), mixers.unit(k * mixer.xi)
+    q, k = mixers.unit(q) / 8**0.5, mixers.unit(k)
+    w, a, kappa = (-math.exp(-0.5) * mixer.w(x).sigmoid()).exp(), mixer.rate(x).sigmoid(), mixers.unit(k * mixer.xi)
     S, outputs = torch.zeros(2, 3, 8, 8).double(), []
     for t in range(40):
         recall = (kappa[:, t, :, None] @ S)[:, :, 0]
