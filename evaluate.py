@@ -144,6 +144,11 @@ def score(model, tokenizer, task, items, **how):
     """-> {metric: (mean, standard error)}: acc, and for lambada perplexity of the last word (no error given)."""
     with reading(f"task {task!r}", "its items lack the fields that TASKS reads"):
         asked = [TASKS[task][2](item) for item in items]
+    for i, (_, choices, answer) in enumerate(asked):
+        if answer is not None and answer not in range(len(choices)):
+            raise BadInput(
+                f"task {task!r}: item {i} calls {answer!r} right among {len(choices)}; take a labelled split"
+            )
     pairs = [(context, " " + c.lstrip() if answer is not None else c) for context, cs, answer in asked for c in cs]
     found = iter(likelihoods(model, tokenizer, pairs, **how))
     right, surprise = [], []
@@ -259,14 +264,19 @@ def main():
 
             with reading(folder / "heldout.safetensors", "delete it to score tasks alone"):
                 held = heldout(model, teacher, load_file(folder / "heldout.safetensors")["tokens"].long().to(device))
+        elif recorded:
+            print(f"{folder}: no heldout.safetensors in it, so no held-out text is scored")
         for task, items in asked.items():
             theirs = score(teacher, tokenizer, task, items, device=device) if teacher else None
             rows.append((f"{task} ({len(items)})", theirs, score(model, tokenizer, task, items, device=device)))
         print(scoreboard(held, rows))
         if args.prompt:
             stream(model, tokenizer, args.prompt, 60)
-    if recorded:
-        (folder / "evaluation.json").write_text(json.dumps({"heldout": held, "tasks": rows, "precision": str(dtype)}))
+    if recorded:  # scores of other tasks, from before, stay
+        file = folder / "evaluation.json"
+        before = read_json(file).get("tasks", []) if file.exists() else []
+        kept = [row for row in before if row[0] not in [name for name, *_ in rows]]
+        file.write_text(json.dumps({"heldout": held, "tasks": kept + rows, "precision": str(dtype)}))
 
 
 if __name__ == "__main__":

@@ -91,8 +91,9 @@ class Config:
     def __post_init__(self):
         for name in ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "context"):
             value = getattr(self, name)
-            if type(value) is not int or not 0 < value < 2**31:
-                raise BadInput(f"config: {name} is {value!r}, wanted a positive whole number")
+            limit = 1000 if name == "layers" else 2**31
+            if type(value) is not int or not 0 < value < limit:
+                raise BadInput(f"config: {name} is {value!r}, wanted a whole number from 1 to {limit - 1}")
         for name in ("rope_base", "norm_eps"):
             if not isinstance(getattr(self, name), int | float) or not 0 < getattr(self, name) < math.inf:
                 raise BadInput(f"config: {name} is {getattr(self, name)!r}, wanted a positive number")
@@ -661,6 +662,9 @@ def stream(model, tokenizer, prompt, count, **how):
 
 def cli(main):
     """Call main; BadInput and a full disk become one sentence and exit code 2."""
+    for out in (sys.stdout, sys.stderr):
+        if hasattr(out, "reconfigure"):
+            out.reconfigure(errors="replace")  # a terminal without × or ± shows ? instead of ending the run
     try:
         main()
     except (BadInput, OSError) as error:

@@ -789,7 +789,7 @@ def test_damaged_models_are_refused(teacher_folder, tmp_path):
     changes = (('"width": 24', '"width": 25'), ('"layers": 2', '"layers": 3'), ('"ffn": 32', '"ffn": "32"'))
     for change in (*changes, ('"rope_base": 10000.0', '"rope_base": "x"'), ('"tied"', '"tide"')):
         (teacher_folder / "config.json").write_text(config.replace(*change))
-        with pytest.raises(surgery.BadInput, match="contradict|by its config|wanted a positive|damaged"):
+        with pytest.raises(surgery.BadInput, match="contradict|by its config|wanted a (positive|whole)|damaged"):
             surgery.load_teacher(teacher_folder)
 
 
@@ -1107,6 +1107,10 @@ def test_a_run_is_not_overwritten_or_resumed_as_another(teacher_folder, tmp_path
         call(train, monkeypatch, *words)
     with pytest.raises(surgery.BadInput, match="seed = 0, not 3"):
         call(train, monkeypatch, *words, "--resume", "--seed", "3")
+    (tmp_path / "run" / "scores.json").unlink()
+    (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text().replace("times", "plus"))
+    with pytest.raises(surgery.BadInput, match="has changed since .* began"):
+        call(train, monkeypatch, *words, "--resume")
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign", "incomplete"])
@@ -1192,5 +1196,8 @@ def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
     call(evaluate, monkeypatch, teacher_folder, "--tasks", "lambada,piqa", "--data-dir", tmp_path)
     printed = capsys.readouterr().out
     assert "lambada (3) acc" in printed and "piqa (3) acc" in printed
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(piqa | {"gold": 2}))
+    with pytest.raises(surgery.BadInput, match="item 0 calls 2 right among 2"):
+        call(evaluate, monkeypatch, teacher_folder, "--tasks", "piqa", "--data-dir", tmp_path)
     with pytest.raises(surgery.BadInput, match="did you mean 'piqa'"):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "pika")

@@ -21,7 +21,9 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for 2 MB pages: a tenth less memory, fewer page faults
@@ -253,6 +255,11 @@ def prepare(args, tokenizer, needed):
     return windows[~held], windows[held][shuffled].long()
 
 
+def checksum(windows):
+    """Which text this is, for --resume."""
+    return f"{zlib.crc32(windows.numpy()):08x}"
+
+
 def batch_at(windows, step, batch, seed):
     """Sequences of a step: rows of a permutation that seed and epoch fix, so that a resumed run reads the same."""
     places = torch.arange(step * batch, (step + 1) * batch)
@@ -407,17 +414,19 @@ def open_run(args):
     return folder, find_checkpoint(folder)
 
 
-def record(folder, args, teacher, tokens):
+def record(folder, args, teacher, windows, tokens):
     """What must be known to repeat the run, before step 1."""
     from safetensors.torch import save_file
 
-    temporary = folder.with_name(folder.name + ".tmp")
-    temporary.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
+    temporary.chmod(0o755)
     asked = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
     facts = {
         "source": teacher.config.source,
+        "text": checksum(windows),
         "commit": asked.stdout.strip() or None,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -547,10 +556,9 @@ def main():
         raise BadInput(
             f"--teacher {args.teacher}: it is no softmax model but {teacher.config.mixers[0]}; give a teacher"
         )
-    if newest and read_json(folder / "args.json").get("source") != teacher.config.source:
-        raise BadInput(
-            f"--resume: {folder} was started from another teacher than {teacher.config.source}; start a new run"
-        )
+    begun = read_json(folder / "args.json") if folder.exists() else {}
+    if begun and begun.get("source") != teacher.config.source:
+        raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
     if args.context > teacher.config.context:
         raise BadInput(f"--context {args.context}: this teacher was trained on at most {teacher.config.context}")
     torch.manual_seed(args.seed)
@@ -561,6 +569,8 @@ def main():
         per_token = sum(stage.fraction * flops_per_token(student, stage) for stage in recipe)
         args.tokens = max(int(540 * rate / per_token / 10_000), 1) * 10_000
     windows, held = prepare(args, tokenizer, args.tokens)
+    if begun and begun.get("text") != checksum(windows):
+        raise BadInput(f"--resume: the text of --data {args.data} has changed since {folder} began; start a new run")
     report(student)
     teacher = copy.deepcopy(teacher).to(dtype)  # the student trains the weights that it shared
     teacher.requires_grad_(False)
@@ -569,7 +579,7 @@ def main():
     if newest:
         student = load(newest, device=args.device)[0]
     elif not folder.exists():
-        record(folder, args, teacher, held)
+        record(folder, args, teacher, windows, held)
     if not newest and args.calibrate:
         with evaluate.autocast(args.device, dtype):
             found = calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
