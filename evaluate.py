@@ -11,7 +11,9 @@ shots. Results are printed and written to RUN/evaluation.json. Nothing here trai
 import difflib
 import json
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -187,7 +189,30 @@ def scoreboard(held, tasks=()):
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------ the mixers, side by side
+
+
+@torch.no_grad()
+def print_mixers(T=2048):
+    """Print what each mixer adds to attention's weights, its state, a token's cost, and how far its forms differ."""
+    config = SimpleNamespace(width=576, heads=9, kv_heads=3, head_dim=64, rope_base=1e5)  # SmolLM2-135M
+    print(f"One layer, width {config.width}, {config.heads} heads of {config.head_dim}; softmax after {T} tokens.")
+    print("new: weights beside q, k, v, o. state: floats. MFLOP of a token: 2 a weight, 4 to 9 a number of S.")
+    print("MB of a token: weights in bf16 and the state in float32 read, a state that does not grow written too.\n")
+    print(f"{'mixer':<12}{'decay':<9}{'write':<9}{'new':>9}{'state':>9}{'MFLOP':>7}{'MB':>7}{'differ':>8}  source")
+    x = torch.randn(1, 200, config.width)
+    for name, cls in MIXERS.items():
+        mixer = build(name, config)
+        loop, fast = (mixer(x, form=form)[0] for form in ("recurrent", "chunked"))
+        weights, state = sum(p.numel() for p in mixer.parameters()), mixer.state_size(T)
+        new = weights - sum(getattr(mixer, n).weight.numel() for n in "qkvo")
+        S = mixer(x[:, :1])[1].get("S", torch.empty(T, config.heads, config.head_dim)).numel()
+        each = 4 + (cls.decay in ("head", "channel")) + {"delta": 2, "own key": 4}.get(cls.write, 0)
+        moved = 2 * weights + (4 if name == "softmax" else 8) * state
+        row = f"{name:<12}{cls.decay:<9}{cls.write:<9}{new:>9,}{state:>9,}{(2 * weights + S * each) / 1e6:>7.2f}"
+        source = re.search(r"arXiv ([\d.]+\d)", cls.__doc__)[1]
+        print(f"{row}{moved / 1e6:>7.2f}{(loop - fast).abs().max():>8.0e}  {source}")
+
 
 SENTENCE = "The cat sat on the mat, and the dog sat on the rug. When the cat saw the dog, the cat left the mat."
 

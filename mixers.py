@@ -25,7 +25,6 @@ Read in this order: the definition (`recurrent`; kernels.py has the same answer 
 """
 
 import math
-import re
 
 import torch
 import torch.nn as nn
@@ -123,7 +122,7 @@ class Past:
         z = torch.cat([tail.to(x.dtype), x], 1)
         if self.mask is not None and name in self.old:
             z = take(z, F.pad(self.mask, (n, 0), value=True).int().argsort(dim=1, stable=True))
-        self.new[name] = z[:, z.size(1) - n :]
+        self.new[name] = z[:, z.size(1) - n :].clone()  # a view would keep all of z
         return z
 
     def positions(self, x):
@@ -137,16 +136,20 @@ class Past:
 # ------------------------------------------------------------------ feature maps, decays, the window of a hybrid
 
 
-def eye(K, n=1):
-    """n identity maps to start from, (n, K, K)."""
+def identity(K, n=1):
+    """n maps to start from, (n, K, K)."""
     return torch.eye(K).repeat(n, 1, 1)
 
 
 def random_maps(K, n=None):
-    """n ≤ K orthogonal directions of Gaussian length, the same in every layer (2009.14794 section 2.4), (1, K, n)."""
+    """n ≤ K orthogonal directions of Gaussian length, the same in every layer (arXiv 2009.14794), (1, K, n)."""
     g = torch.Generator().manual_seed(0)
-    direction, length = (torch.randn(K, K, generator=g, device="cpu") for _ in range(2))
-    return (torch.linalg.qr(direction)[0] * length.norm(dim=0))[None, :, :n]
+    direction, length = (torch.randn(K, K, generator=g, device="cpu", dtype=torch.float32) for _ in range(2))
+    return (torch.linalg.qr(direction)[0] * length.norm(dim=0))[None, :, :n].to(torch.empty(0).device)
+
+
+def both(a, b):
+    return torch.cat([a, b], -1)
 
 
 def taylor(y):
@@ -154,48 +157,42 @@ def taylor(y):
     return torch.cat([torch.ones_like(y[..., :1]), y, (y.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2) / 2**0.5], -1)
 
 
-def both(a, b):
-    return torch.cat([a, b], -1)
-
-
-FEATURES = {  # φ: (what z goes through first, maps M to start from, is φ(q)·φ(k) ≥ 0, φ of z, y = M z + shift and t)
-    "none": (None, None, False, lambda z, y, t: z),
-    "relu": (None, None, True, lambda z, y, t: F.relu(z)),
-    "elu": (None, None, True, lambda z, y, t: F.elu(z) + 1),  # 2006.16236 eq. 7
-    "hadamard": (None, lambda K: eye(K, 2) / 10, False, lambda z, y, t: (z + y[0]) * (1 + y[1])),  # 2504.14366
-    "t2r": (None, eye, True, lambda z, y, t: F.relu(y[0])),  # 2103.13076 eq. 5
-    "hedgehog": (None, eye, True, lambda z, y, t: both(y[0].softmax(-1), (-y[0]).softmax(-1))),  # 2402.04347
-    "rebased": ("norm", lambda K: torch.ones(1, K), True, lambda z, y, t: y[0].square()),  # 2402.10644 eq. 8
-    "taylor": ("unit", lambda K: random_maps(K, 16) / K**0.5, True, lambda z, y, t: taylor(y[0])),  # 2402.18668
-    "cosformer": (None, None, True, lambda z, y, t: both(F.relu(z) * t.cos(), F.relu(z) * t.sin())),  # 2202.08791
-    "performer": ("unit", random_maps, True, lambda z, y, t: torch.exp(y[0] - 2)),  # 2009.14794 lemma 1
-    "rfa": ("unit", random_maps, False, lambda z, y, t: both(y[0].sin(), y[0].cos())),  # 2103.02143 eq. 4
+# φ of z (B, T, H, K): (maps to start from, is φ(q)·φ(k) ≥ 0, φ). M: z -> one (B, T, H, K') per map; t goes from 0 at
+# the first token to π/2 at the end of the context and stays. exp(q·k) stays in reach by bringing z to length 2.
+FEATURES = {
+    "none": (None, False, lambda z, M, t: z),
+    "relu": (None, True, lambda z, M, t: F.relu(z)),
+    "elu": (None, True, lambda z, M, t: F.elu(z) + 1),  # 2006.16236
+    "hadamard": (lambda K: identity(K, 2) / 10, False, lambda z, M, t: (z + M(z)[0]) * (1 + M(z)[1])),  # 2504.14366
+    "t2r": (identity, True, lambda z, M, t: F.relu(M(z)[0])),  # 2103.13076
+    "hedgehog": (identity, True, lambda z, M, t: both(M(z)[0].softmax(-1), (-M(z)[0]).softmax(-1))),  # 2402.04347
+    "rebased": (lambda K: torch.ones(1, K), True, lambda z, M, t: M(F.layer_norm(z, z.shape[-1:]))[0].square()),
+    "taylor": (lambda K: random_maps(K, 16) / K**0.5, True, lambda z, M, t: taylor(M(2 * unit(z))[0])),  # 2402.18668
+    "cosformer": (None, True, lambda z, M, t: both(F.relu(z) * t.cos(), F.relu(z) * t.sin())),  # 2202.08791
+    "performer": (random_maps, True, lambda z, M, t: torch.exp(M(2 * unit(z))[0] - 2)),  # 2009.14794
+    "rfa": (random_maps, False, lambda z, M, t: both(M(2 * unit(z))[0].sin(), M(2 * unit(z))[0].cos())),  # 2103.02143
 }
 
 
 class Feature(nn.Module):
-    """φ for q or for k, (B, T, H, K) -> (B, T, H, K'), by a row of FEATURES. The maps, one a head, and shifts train.
-
-    "norm": z goes through LayerNorm first; "unit": it is brought to length 2, so that exp(q·k) stays in reach.
-    t = π/2 · position / context, (B, T, 1, 1).
-    """
+    """φ for q or for k by a row of FEATURES, (B, T, H, K) -> (B, T, H, K'). It learns maps and shifts, one a head."""
 
     def __init__(self, name, heads, dim, context):
         super().__init__()
-        self.first, maps, _, self.phi = FEATURES[name]
-        self.context, self.maps = context, None
+        maps, _, self.phi = FEATURES[name]
+        self.context = context
         if maps:
             start = maps(dim)  # (n, K, K'), or (n, K) for a gain per channel
             self.maps = nn.Parameter(torch.stack([start] * heads, 1))
             self.shift = nn.Parameter(torch.zeros(len(start), heads, start.size(-1)))
 
     def forward(self, z, position):
-        z, y = wide(z), None
-        z = {None: z, "norm": F.layer_norm(z, z.shape[-1:]), "unit": 2 * unit(z)}[self.first]
-        if self.maps is not None:
-            letters = "bthk,nhk->nbthk" if self.maps.dim() == 3 else "bthk,nhkj->nbthj"
-            y = wide(torch.einsum(letters, z.to(self.maps.dtype), self.maps)) + self.shift[:, None, None]
-        return self.phi(z, y, position[..., None, None] / self.context * (math.pi / 2))
+        t = (position[..., None, None] / self.context).clamp(max=1) * (math.pi / 2)
+        return self.phi(wide(z), self.mapped, t)
+
+    def mapped(self, z):
+        letters = "bthk,nhk->nbthk" if self.maps.dim() == 3 else "bthk,nhkj->nbthj"
+        return wide(torch.einsum(letters, z.to(self.maps.dtype), self.maps)) + self.shift[:, None, None]
 
 
 def half_lives(heads, shortest=16, longest=512):
@@ -203,7 +200,7 @@ def half_lives(heads, shortest=16, longest=512):
     return shortest * (longest / shortest) ** torch.linspace(0, 1, heads)
 
 
-class Gate(nn.Module):
+class PerHead(nn.Module):
     """W x + bias in float32, one number per head or dim per head: (B, T, width) -> (B, T, H, dim). W starts near 0.
 
     rank: W is W₂W₁ through so many; 0: x is W x already, (B, T, H, dim). start: the bias.
@@ -221,7 +218,7 @@ class Gate(nn.Module):
         return wide(self.w(x)) + self.bias
 
 
-class Decay(Gate):
+class Decay(PerHead):
     """log_decay = −rate · softplus(W x + bias), the learned decays of the grid: logsigmoid(z) = −softplus(−z).
 
     rate: a constant, or None for exp(A_log) per head. cap: softplus reads cap · tanh(z / cap).
@@ -229,16 +226,19 @@ class Decay(Gate):
 
     def __init__(self, mixer, dim=1, *, rank=None, rate=None, cap=None):
         super().__init__(mixer, dim, rank=rank)
-        self.rate, self.cap = rate, cap
+        self.constant, self.cap = rate, cap
         if rate is None:
             self.A_log = nn.Parameter(torch.zeros(mixer.heads, 1))
         self.remember(half_lives(mixer.heads))
 
     def remember(self, half_life):
-        """Set the bias so that heads start with these half-lives, (H,) in tokens."""
-        z = torch.log(torch.expm1(math.log(2) / half_life / (self.rate or 1)))
+        """Set the bias so that heads start with these half-lives, (H,) in tokens, where W x is 0."""
+        z = torch.log(torch.expm1(math.log(2) / half_life / (self.constant or 1)))
         z = self.cap * torch.atanh((z / self.cap).clamp(-0.99, 0.99)) if self.cap else z
         self.bias.data.copy_(z[:, None].expand_as(self.bias))
+
+    def rate(self):
+        return self.constant or self.A_log.exp()
 
     def step(self, x):
         """softplus(W x + bias), Mamba-2's dt."""
@@ -246,7 +246,7 @@ class Decay(Gate):
         return F.softplus(self.cap * torch.tanh(z / self.cap) if self.cap else z)
 
     def forward(self, x):
-        return -(self.rate or self.A_log.exp()) * self.step(x)
+        return -self.rate() * self.step(x)
 
 
 def sliding_softmax(q, k, v, position, window, sinks, past):
@@ -254,35 +254,27 @@ def sliding_softmax(q, k, v, position, window, sinks, past):
 
     q, k (B, T, H, K) rotated, v (B, T, H, V) -> Σ w v (B, T, H, V) and Σ w (B, T, H, 1), w = exp(q·k − the largest).
     Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453). Queries come
-    in blocks, each with the keys and values that the block before has left.
+    in N blocks of `rows`, each against the first tokens, the window before the block, and the block.
     """
-    rows, kept, parts = max(window, 64), past.old, []
-    for at in range(0, q.size(1), rows):
-        block = [None if x is None else x[:, at : at + rows] for x in (q, k, v, position, past.mask)]
-        step = Past(kept, block.pop())
-        parts.append(attend(*block, window, sinks, step))
-        kept = step.new
-    past.new |= kept
-    return [torch.cat(part, 1) for part in zip(*parts)]
-
-
-def attend(q, k, v, position, window, sinks, past):
-    """`sliding_softmax` of one block."""
-    n, far = q.size(1), torch.arange(sinks, device=q.device)
-    first = position[:, None] == far[:, None]
-    first = (first if past.mask is None else first & past.mask[:, None]).expand(len(q), -1, -1).to(q.dtype)
-    seen = []  # keys, then values: of the first tokens, the window and the block
-    for name, x in (("k", k), ("v", v)):
-        sink = torch.einsum("bst,bthk->bshk", first, x) + past.old.get(f"first {name}", 0)
-        past.new[f"first {name}"] = sink
-        seen.append(torch.cat([sink, past.carry(f"window {name}", x, window)], 1))
-    back = window + torch.arange(n, device=q.device)[:, None] - torch.arange(window + n, device=q.device)
-    near = (back >= 0) & (back < window) & ((back <= position[..., None]) | (back == 0))  # padding reads itself
-    far = position[..., None] - far >= window  # a first token that is in the window counts once
-    s = wide(torch.einsum("bihk,bjhk->bhij", q, seen[0])) * q.size(-1) ** -0.5
-    s = s.masked_fill(~torch.cat([far, near], -1)[:, None], -math.inf)
+    (B, T), K, rows = q.shape[:2], q.size(-1), max(window, min(64, q.size(1)))
+    q, kv = wide(q), wide(torch.cat([k, v], -1))
+    blocks = lambda x: F.pad(x, (0, 0) * (x.dim() - 2) + (0, -T % rows)).unflatten(1, (-1, rows))
+    head = torch.arange(sinks, device=q.device)
+    first = (position[:, None] == head[:, None]).expand(B, -1, -1)  # (B, sinks, T)
+    first = (first if past.mask is None else first & past.mask[:, None]).to(q.dtype)
+    past.new["first"] = torch.einsum("bst,bthd->bshd", first, kv) + past.old.get("first", 0)
+    kv = F.pad(past.carry("window", kv, window), (0, 0, 0, 0, 0, -T % rows)).unfold(1, window + rows, rows)
+    first = past.new["first"].permute(0, 2, 3, 1)[:, None].expand(-1, kv.size(1), -1, -1, -1)
+    kv = torch.cat([first, kv], -1)  # (B, N, H, K + V, sinks + window + rows)
+    at = blocks(position)[..., None]  # (1 | B, N, rows, 1)
+    back = window + torch.arange(rows, device=q.device)[:, None] - torch.arange(window + rows, device=q.device)
+    near = (back >= 0) & (back < window) & ((back <= at) | (back == 0))  # padding reads itself: finite, never read
+    seen = torch.cat([at - head >= window, near], -1)[:, :, None]  # a first token that is in the window counts once
+    s = torch.einsum("bnihk,bnhkj->bnhij", blocks(q), kv[..., :K, :]) * K**-0.5
+    s = s.masked_fill(~seen, -math.inf)
     w = (s - s.amax(-1, keepdim=True)).exp()
-    return torch.einsum("bhij,bjhv->bihv", w.to(v.dtype), seen[1]), w.sum(-1).mT.unsqueeze(-1)
+    o = torch.einsum("bnhij,bnhvj->bnihv", w, kv[..., K:, :])
+    return o.flatten(1, 2)[:, :T].to(v.dtype), w.sum(-1).mT.flatten(1, 2)[:, :T, :, None]
 
 
 # ------------------------------------------------------------------ the mixer around a cell
@@ -303,14 +295,14 @@ class Mixer(nn.Module):
     divide by Σ φ(q)·φ(k), as softmax does; norm, gate = of each head's output, NORMS and GATES, the gate near 1 at
     start; expand_k, expand_v = keys and values so many times wider than the head. Hybrids: window = W > 0 adds softmax
     over the last W tokens and the first `sinks` ones at constant state: blend "add" sums both, the recurrence times a
-    learned scale per head; "shared" gives each token to one of both and divides by one denominator (LoLCATs, arXiv
-    2410.10254 eq. 8).
+    learned scale per head; "shared" gives each token to one of both, so that the recurrence is the one of W tokens ago,
+    and divides by one denominator, as the code of LoLCATs does (arXiv 2410.10254).
 
     The papers have norm on. It is off here: a softmax head with nothing to say says 0, which a normed head cannot
     (results/starts.md).
     """
 
-    decay, write, defaults, floor = "none", "add", {}, 1e-6
+    decay, write, defaults, signed = "none", "add", {}, False  # signed: its denominator may change sign
     options = dict(conv=4, qk_norm=False, rope=False, feature="none", denominator=False, norm="none", gate="none")
     options |= dict(expand_k=1, expand_v=1, window=0, sinks=4, blend="add")
 
@@ -320,16 +312,20 @@ class Mixer(nn.Module):
             setattr(self, name, value)
         self.width, self.heads, self.head_dim, self.base = config.width, config.heads, config.head_dim, config.rope_base
         H, K, V = self.heads, self.expand_k * self.head_dim, self.expand_v * self.head_dim
+        if self.head_dim % 2 and (self.rope or self.window):
+            raise ValueError(f"head_dim {self.head_dim}: rope and a window turn pairs of channels; wanted an even one")
         self.q, self.k, self.v = (nn.Linear(self.width, H * n, bias=False) for n in (K, K, V))
         self.o = nn.Linear(H * V, self.width, bias=False)
         if self.conv:
             taps = torch.zeros(H * (2 * K + V), 1, self.conv, 1)
             taps[:, :, -1] = 1
             self.taps = nn.Parameter(taps)
+        self.K = K  # of the keys that the cell sees
         if self.feature != "none":
             self.phi = nn.ModuleDict({n: Feature(self.feature, H, K, getattr(config, "context", 2048)) for n in "qk"})
+            self.K = self.phi["k"](torch.zeros(1, 1, H, K), torch.zeros(1, 1)).size(-1)
         if self.gate != "none":
-            self.gate_proj = Gate(self, V, start=GATES[self.gate][1])
+            self.gate_proj = PerHead(self, V, start=GATES[self.gate][1])
         self.scale = nn.Parameter(torch.full((H, 1), 0.1 if self.window else 1.0))  # beside an exact window: small
         self.parts()
 
@@ -340,13 +336,13 @@ class Mixer(nn.Module):
         options = self.options | self.defaults | options
         for name, value in options.items():
             kind, least = type(self.options[name]), int(name.startswith("expand"))
-            if not (value in CHOICES[name] if name in CHOICES else type(value) is kind and value >= least):
+            if not (value in list(CHOICES[name]) if name in CHOICES else type(value) is kind and value >= least):
                 wanted = {int: f"a whole number from {least}", bool: "true or false"}.get(kind)
                 raise ValueError(f"option {name} = {value!r}: wanted {wanted or ', '.join(CHOICES[name])}")
-        positive = FEATURES[options["feature"]][2] or self.floor == 1
-        if options["denominator"] and not (positive and self.write == "add"):
+        positive = FEATURES[options["feature"]][1]
+        if options["denominator"] and not (self.write == "add" and (positive or self.signed)):
             raise ValueError("option denominator = True: wanted added writes and a feature with φ(q)·φ(k) ≥ 0, as t2r")
-        if options["blend"] == "shared" and not (options["denominator"] and options["window"]):
+        if options["blend"] == "shared" and not (options["window"] and options["denominator"] and positive):
             raise ValueError("option blend = 'shared': wanted a window, and a denominator as t2r and hedgehog have it")
         return options
 
@@ -371,12 +367,19 @@ class Mixer(nn.Module):
         state: what came back for the tokens before x (None at the start); it holds S, the last inputs of the
         convolution, the window and the position, and its size does not grow.
         """
+        if (
+            x.dim() != 3
+            or 0 in x.shape
+            or (mask is not None and (mask.shape != x.shape[:2] or mask.dtype != torch.bool))
+        ):
+            got = (*x.shape,), None if mask is None else (mask.dtype, (*mask.shape,))
+            raise ValueError(f"x, mask: wanted (B, T, {self.width}), none of them 0, and booleans (B, T), got {got}")
         if mask is None:
             past = Past(state)
             return self.mix(x, past, form), past.new
         order = mask.int().argsort(dim=1, stable=True)  # padding to the left; work; every row back in its place
         past = Past(state, take(mask, order))
-        y = self.mix(take(x, order), past, form)
+        y = self.mix(take(x, order).masked_fill(~past.mask[..., None], 0), past, form)
         return take(y, order.argsort(1)), past.new
 
     def mix(self, x, past, form):
@@ -400,8 +403,10 @@ class Mixer(nn.Module):
         q, k = (turn(z) if early else z for z in (q, k))
         if self.feature != "none":
             q, k = self.phi["q"](q, position), self.phi["k"](k, position)
-        q, k = (turn(z) if self.rope and not early else z for z in (q, k))
         c = self.cell(x, q, k, v)
+        if self.rope and not early:
+            c |= {name: turn(c[name]) for name in "qk"}
+            c |= {"erase": [turn(z) for z in c["erase"]]} if "erase" in c else {}
         c["q"] = c["q"] * self.head_dim**-0.5
         if past.mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
             real = past.mask[..., None, None]
@@ -439,7 +444,7 @@ class Mixer(nn.Module):
             scale = self.scale.abs()
             o = (seen + scale * o) / (weight + scale * total)
         elif self.denominator:
-            o = o / total.abs().clamp(min=self.floor)
+            o = o / total.abs().clamp(min=1.0 if self.signed else 1e-6)
         o = dress((o if now is None else o + now * v).to(v.dtype))
         if self.blend == "shared":
             return o
@@ -450,8 +455,8 @@ class Mixer(nn.Module):
         """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before norm and gate."""
         past = Past()
         position, plain, c = self.streams(x, past)
-        eye = torch.eye(x.size(1), dtype=c["q"].dtype, device=x.device)
-        plain[2] = c["v"] = eye[None, :, None].expand(len(x), -1, self.heads, -1)
+        ones = torch.eye(x.size(1), dtype=c["q"].dtype, device=x.device)
+        plain[2] = c["v"] = ones[None, :, None].expand(len(x), -1, self.heads, -1)
         return self.read(position, plain, c, past).transpose(1, 2)
 
     @torch.no_grad()
@@ -483,14 +488,16 @@ def build(name, config, **options):
 class Softmax(Mixer):
     """The teacher's row: causal softmax attention, rotary, with shared key heads (arXiv 1706.03762).
 
-    Its state grows with T. Of Mixer it takes `forward` alone.
+    Its state grows with T. Of Mixer it takes `forward`.
     """
 
     decay = write = "softmax"
     options = {}
 
-    def __init__(self, config):
+    def __init__(self, config, **options):
         nn.Module.__init__(self)
+        if options:
+            raise ValueError(f"mixer 'softmax' takes no options, got {', '.join(options)}")
         self.width, self.heads, self.head_dim, self.base = config.width, config.heads, config.head_dim, config.rope_base
         self.kv_heads, self.window = config.kv_heads, 0
         heads = self.heads, self.kv_heads, self.kv_heads
@@ -533,33 +540,36 @@ class Linear(Mixer):
 
     defaults = dict(feature="hadamard")
 
-    def cell(self, x, q, k, v):
-        return dict(q=q, k=k if self.denominator else k / 64, v=v)  # a sum of some hundred tokens starts of order 1
+    def parts(self):
+        self.scale.data.fill_(1 / 64)  # a sum of some hundred tokens starts of order 1
 
 
 @register
-class T2R(Linear):
-    """φ(z) = relu(W z + b), with a denominator (arXiv 2103.13076 eq. 5)."""
+class T2R(Mixer):
+    """φ(z) = relu(W z + b), with a denominator (arXiv 2103.13076)."""
 
     defaults = dict(feature="t2r", denominator=True)
 
 
 @register
-class Hedgehog(Linear):
-    """φ(z) = [softmax(W z), softmax(−W z)], with a denominator (arXiv 2402.04347 eq. 6)."""
+class Hedgehog(Mixer):
+    """φ(z) = [softmax(W z), softmax(−W z)], with a denominator (arXiv 2402.04347)."""
 
     defaults = dict(feature="hedgehog", denominator=True)
 
 
 @register
-class ReBased(Linear):
-    """φ(z) = (γ · LayerNorm(z) + β)², with a denominator (arXiv 2402.10644 eq. 8)."""
+class ReBased(Mixer):
+    """φ(z) = (γ · LayerNorm(z) + β)², by channel, with a denominator (arXiv 2402.10644).
+
+    The released code squares q·k instead, the same but for the products of two channels, at a state of K² rows.
+    """
 
     defaults = dict(feature="rebased", denominator=True)
 
 
 @register
-class Based(Linear):
+class Based(Mixer):
     """φ(q)·φ(k) = 1 + s + s²/2, s a product in 16 dimensions, with a denominator (arXiv 2402.18668)."""
 
     defaults = dict(feature="taylor", denominator=True)
@@ -580,7 +590,7 @@ class RetNet(Mixer):
 
 @register
 class SUPRA(RetNet):
-    """φ = relu(W z + b), rotated after it, fixed decay exp(−2^(−8(h+1)/H)) per head (arXiv 2405.06640 eq. 5)."""
+    """φ = relu(W z + b), rotated after it, fixed decay exp(−2^(−8(h+1)/H)) per head (arXiv 2405.06640)."""
 
     defaults = dict(feature="t2r", rope=True)
 
@@ -603,8 +613,9 @@ class Mamba2(Mixer):
         self.skip = nn.Parameter(torch.zeros(self.heads, 1))
 
     def cell(self, x, q, k, v):
-        k = k if self.discrete else k * self.fade.step(x)
-        return super().cell(x, q, k, v) | dict(now=self.skip.expand(*k.shape[:3], 1))
+        dt = self.fade.step(x)
+        now = self.skip.expand(*dt.shape)
+        return dict(q=q, k=k if self.discrete else k * dt, v=v, log_decay=-self.fade.rate() * dt, now=now)
 
 
 @register
@@ -614,10 +625,10 @@ class XLSTM(Mixer):
     The cap (2503.13427) keeps exp(i) finite; the running maximum that stabilises the uncapped form cancels out.
     """
 
-    decay, defaults, floor = "head", dict(denominator=True, gate="sigmoid"), 1.0
+    decay, defaults, signed = "head", dict(denominator=True, gate="sigmoid"), True
 
     def parts(self):
-        self.fade, self.input = Decay(self, rate=1, cap=15), Gate(self)
+        self.fade, self.input = Decay(self, rate=1, cap=15), PerHead(self)
 
     def cell(self, x, q, k, v):
         return super().cell(x, q, k * torch.exp(15 * torch.tanh(self.input(x) / 15)), v)
@@ -625,34 +636,40 @@ class XLSTM(Mixer):
 
 @register
 class GLA(Mixer):
-    """Decay per channel, sigmoid(W₂ W₁ x + b)^(1/16) at rank 16, gated (arXiv 2312.06635 eq. 4)."""
+    """Decay per channel, sigmoid(W₂ W₁ x + b)^(1/16) at rank 16, gated (arXiv 2312.06635)."""
 
     decay, defaults = "channel", dict(gate="silu")
 
     def parts(self):
-        self.fade = Decay(self, self.head_dim, rank=16, rate=1 / 16)
+        self.fade = Decay(self, self.K, rank=16, rate=1 / 16)
 
 
 @register
 class DFW(Mixer):
-    """Decaying fast weights: decay sigmoid(W x + b) per channel, full rank (arXiv 2210.04243 eq. 8)."""
+    """Decaying fast weights: decay sigmoid(W x + b) per channel of the keys, full rank (arXiv 2210.04243).
+
+    The authors' code has a second decay, per channel of the values, which does not fit the grid.
+    """
 
     decay = "channel"
 
     def parts(self):
-        self.fade = Decay(self, self.head_dim, rate=1)
+        self.fade = Decay(self, self.K, rate=1)
 
 
 @register
 class MetaLA(Mixer):
-    """The key is what the decay leaves, k = 1 − α, α = sigmoid(−W_k x − b)^(1/16); the current token is added again by
-    q·(w ⊙ k), w from 0 (arXiv 2411.10741). W_k, the teacher's, is the gate's projection."""
+    """The key is what the decay leaves, k = 1 − α, α = sigmoid(−W_k x − b)^(1/16); W_k, the teacher's, makes the decay.
+
+    The current token is added again by q·(w ⊙ k), w from 0 (arXiv 2411.10741; the authors' code puts a sigmoid around
+    that product with v, and o is no longer linear in v). Its half-lives are as told only where W_k x is 0.
+    """
 
     decay, defaults = "channel", dict(gate="silu")
 
     def parts(self):
-        self.fade = Decay(self, self.head_dim, rank=0, rate=1 / 16)
-        self.again = nn.Parameter(torch.zeros(self.heads, self.head_dim))
+        self.fade = Decay(self, self.K, rank=0, rate=1 / 16)
+        self.again = nn.Parameter(torch.zeros(self.heads, self.K))
 
     def cell(self, x, q, k, v):
         log_decay = self.fade(k)
@@ -662,13 +679,16 @@ class MetaLA(Mixer):
 
 @register
 class HGRN2(Mixer):
-    """k = 1 − α, α = γ + (1 − γ) sigmoid(−W_k x − b), the bound γ learned from near 0 (arXiv 2404.07904 eq. 7)."""
+    """k = 1 − α, α = γ + (1 − γ) sigmoid(−W_k x − b), the bound γ learned from near 0 (arXiv 2404.07904).
+
+    Theirs are one γ a layer, growing with depth, and a SiLU on q.
+    """
 
     decay = "channel"
 
     def parts(self):
-        self.fade = Decay(self, self.head_dim, rank=0, rate=1)
-        self.bound = nn.Parameter(torch.full((self.heads, self.head_dim), -6.0))  # γ = sigmoid(bound)
+        self.fade = Decay(self, self.K, rank=0, rate=1)
+        self.bound = nn.Parameter(torch.full((self.heads, self.K), -6.0))  # γ = sigmoid(bound)
 
     def cell(self, x, q, k, v):
         log_decay = torch.logaddexp(F.logsigmoid(self.bound), F.logsigmoid(-self.bound) + self.fade(k))
@@ -677,7 +697,7 @@ class HGRN2(Mixer):
 
 @register
 class Delta(Mixer):
-    """Each write first erases what its unit key already recalls, by β = σ(w x) (arXiv 2406.06484 eq. 2).
+    """Each write first erases what its unit key already recalls, by β = σ(w x) (arXiv 2406.06484).
 
     Option negative: β = 2 σ(w x), so that S may flip along a key (arXiv 2411.12537).
     """
@@ -686,7 +706,7 @@ class Delta(Mixer):
 
     def parts(self):
         start = 0.125 if self.negative else 0.25  # β = ¼, the nearest start (results/starts.md)
-        self.beta = Gate(self, start=math.log(start / (1 - start)))
+        self.beta = PerHead(self, start=math.log(start / (1 - start)))
 
     def cell(self, x, q, k, v):
         beta = torch.sigmoid(self.beta(x)) * (2 if self.negative else 1)
@@ -712,36 +732,33 @@ class KDA(Gated_Delta):
 
     def parts(self):
         Delta.parts(self)
-        self.fade = Decay(self, self.head_dim, rank=self.head_dim)
+        self.fade = Decay(self, self.K, rank=self.head_dim)
 
 
 @register
 class RWKV7(Mixer):
-    """S_t = w ⊙ S_{t-1} − (a ⊙ κ) ⊗ S_{t-1}ᵀκ + k̃ ⊗ v: it erases at κ = unit(ξ ⊙ k) what S held *before* the decay, and
-    writes at k̃ = k ⊙ (1 + (a − 1) ⊙ α) (arXiv 2503.14456 eq. 13–17).
+    """S_t = w ⊙ S_{t-1} − (a ⊙ κ) ⊗ S_{t-1}ᵀκ + k̃ ⊗ v, κ = unit(ξ ⊙ k), k̃ = k ⊙ (1 + (a − 1) ⊙ α) (arXiv 2503.14456).
 
-    With w, a one number a head, ξ = α = 1 this is S_t = w S_{t-1} + κ ⊗ a (v − S_{t-1}ᵀκ), gated_delta but for that
-    order. `erase` reads after the decay, hence κ / w; w ≥ 0.545. q and k start at length 1, theirs are free.
+    It erases at κ what S held *before* the decay; `erase` reads after it, hence κ / w below, w = exp(−exp(−½) σ(…)) ≥
+    0.545. With one w and one a per head and ξ = α = 1 this is S_t = w S_{t-1} + κ ⊗ a (v − S_{t-1}ᵀκ), gated_delta but
+    for that order. q and k have length 1 here. The token shift and the first layer's values are left out.
     """
 
     decay, write, defaults = "channel", "own key", dict(gate="sigmoid")
 
     def parts(self):
-        H, K = self.heads, self.head_dim
-        self.w, self.rate = Gate(self, K, rank=K), Gate(self, K, rank=K, start=math.log(0.25 / 0.75))
+        H, K = self.heads, self.K
+        self.w, self.a = (PerHead(self, K, rank=self.head_dim, start=math.log(0.25 / 0.75)) for _ in range(2))
+        self.xi, self.alpha, self.bonus = (nn.Parameter(torch.full((H, K), z)) for z in (1.0, 1.0, 0.0))
         self.remember(half_lives(H))
-        self.xi, self.alpha = nn.Parameter(torch.ones(H, K)), nn.Parameter(torch.ones(H, K))
-        self.bonus = nn.Parameter(torch.zeros(H, K))
 
     def remember(self, half_life):
-        z = torch.logit((math.log(2) / half_life / math.exp(-0.5)).clamp(max=0.99))
-        self.w.bias.data.copy_(z[:, None].expand_as(self.w.bias))
+        kept = (math.log(2) / half_life * math.exp(0.5)).clamp(max=0.99)
+        self.w.bias.data.copy_(torch.logit(kept)[:, None].expand_as(self.w.bias))
 
     def cell(self, x, q, k, v):
-        q, k = unit(q), unit(k)
-        log_decay = -math.exp(-0.5) * torch.sigmoid(self.w(x))
-        a, kappa = torch.sigmoid(self.rate(x)), unit(k * self.xi)
-        k = k * (1 + (a - 1) * self.alpha)
+        q, k, log_decay, a = unit(q), unit(k), -math.exp(-0.5) * torch.sigmoid(self.w(x)), torch.sigmoid(self.a(x))
+        kappa, k = unit(k * self.xi), k * (1 + (a - 1) * self.alpha)
         now = (q * self.bonus * k).sum(-1, keepdim=True)
         return dict(q=q, k=k, v=v, log_decay=log_decay, erase=(kappa * (-log_decay).exp(), a * kappa), now=now)
 
@@ -749,30 +766,9 @@ class RWKV7(Mixer):
 # ------------------------------------------------------------------ python mixers.py
 
 
-@torch.no_grad()
-def table(config, T=2048):
-    """Print what each mixer adds to attention's weights, its state, a token's cost, and how far its forms differ."""
-    print(f"One layer, width {config.width}, {config.heads} heads of {config.head_dim}; softmax after {T} tokens.")
-    print("new: weights beside q, k, v, o. state: floats. MFLOP of a token: 2 a weight, 4 to 7 a number of S.")
-    print("MB of a token: weights in bf16, the state in float32 read and written.\n")
-    print(f"{'mixer':<12}{'decay':<9}{'write':<9}{'new':>9}{'state':>9}{'MFLOP':>7}{'MB':>7}{'differ':>8}  source")
-    x = torch.randn(1, 200, config.width)
-    for name, cls in MIXERS.items():
-        mixer = build(name, config)
-        loop, fast = (mixer(x, form=form)[0] for form in ("recurrent", "chunked"))
-        weights, state = sum(p.numel() for p in mixer.parameters()), mixer.state_size(T)
-        new = weights - sum(getattr(mixer, n).weight.numel() for n in "qkvo")
-        S = mixer(x[:, :1])[1].get("S", torch.empty(T, config.heads, config.head_dim)).numel()
-        work = 2 * weights + S * (4 + (cls.decay in ("head", "channel")) + 2 * (cls.write not in ("add", "softmax")))
-        row = f"{name:<12}{cls.decay:<9}{cls.write:<9}{new:>9,}{state:>9,}{work / 1e6:>7.2f}"
-        source = re.search(r"arXiv ([\d.]+\d)", cls.__doc__)[1]
-        print(f"{row}{(2 * weights + 8 * state) / 1e6:>7.2f}{(loop - fast).abs().max():>8.0e}  {source}")
-
-
 def main():
     """The table of mixers, or with --picture what each of them sees."""
-    from types import SimpleNamespace
-
+    from evaluate import draw_mixers, print_mixers
     from surgery import Parser
 
     parser = Parser(description="The grid of mixers: what each one costs and sees.", allow_abbrev=False)
@@ -780,11 +776,7 @@ def main():
     parser.add_argument("--teacher", default="140m", help="whose attention to draw (default 140m)")
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.picture:
-        from evaluate import draw_mixers
-
-        return draw_mixers(args.picture, args.teacher)
-    table(SimpleNamespace(width=576, heads=9, kv_heads=3, head_dim=64, rope_base=1e5))
+    draw_mixers(args.picture, args.teacher) if args.picture else print_mixers()
 
 
 if __name__ == "__main__":

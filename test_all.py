@@ -218,7 +218,7 @@ PEERS = {
 def test_oracle_flash_linear_attention(decay, write):
     pytest.importorskip("fla", reason="optional: pip install --no-deps flash-linear-attention fla-core")
     folder, name, arguments = PEERS[decay, write]
-    x = {name: z.detach() for name, z in draw(decay, write, 70, level=-0.1, strength=0.7, dtype=torch.float32).items()}
+    x = {name: z.detach() for name, z in draw(decay, write, 70, dtype=torch.float32).items()}
     wanted, S = recurrent(**pack(x) | {"q": x["q"] * 6**-0.5})
     if "e" in x:  # theirs reads S before the decay
         x["e"] = -x["e"] * x["log_decay"].exp()
@@ -247,10 +247,12 @@ CONFIG = types.SimpleNamespace(width=24, heads=3, kv_heads=1, head_dim=8, rope_b
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 WINDOW, SHARED = dict(window=4, sinks=2), dict(window=4, sinks=2, blend="shared", feature="t2r", denominator=True)
 PATHS = [(n, o) for n in MIXERS for o in ({}, WINDOW) if n != "softmax" or not o]
-PATHS += [("linear", dict(feature=f, denominator=mixers.FEATURES[f][2])) for f in mixers.FEATURES]
+PATHS += [("linear", dict(feature=f, denominator=mixers.FEATURES[f][1])) for f in mixers.FEATURES]
 PATHS += [("hedgehog", SHARED | dict(feature="hedgehog")), ("supra", SHARED), ("metala", SHARED)]
 PATHS += [("delta", dict(expand_k=2, expand_v=3, rope=True)), ("gated_delta", WINDOW | dict(expand_k=2, expand_v=2))]
 PATHS += [("t2r", SHARED | dict(expand_v=2, sinks=0)), ("delta", dict(negative=True)), ("mamba2", dict(discrete=True))]
+PATHS += [(n, dict(expand_k=2)) for n in ("gla", "dfw", "metala", "hgrn2", "kda", "rwkv7")]
+PATHS += [(n, dict(feature="hedgehog", rope=True)) for n in ("metala", "rwkv7", "kda")] + [("gla", dict(qk_norm=True))]
 PATHS += [("kda", dict(norm="rms", gate="silu", conv=0)), ("rwkv7", dict(norm="layer", rope=True, gate="none"))]
 paths = pytest.mark.parametrize("name, options", PATHS, ids=[" ".join([n, *map(str, o.values())]) for n, o in PATHS])
 
@@ -304,7 +306,7 @@ def test_gradients_agree_between_forms(name, options):
 @pytest.mark.parametrize("name", [n for n in MIXERS if hasattr(build(n, CONFIG), "fade")])
 def test_strong_gates_of_a_mixer(name):
     mixer, x, grads = make(name), tokens(70), []
-    mixer.fade.bias.data[0] = 60 / (mixer.fade.rate or mixer.fade.A_log[0].exp().item())  # log_decay near -60
+    mixer.fade.bias.data[0] = 60 / float(torch.as_tensor(mixer.fade.rate()).detach().flatten()[0])  # log_decay near -60
     for form in ("recurrent", "chunked"):
         y = mixer(x, form=form)[0]
         grads.append(torch.autograd.grad((y * x.roll(1, 1)).sum(), list(mixer.parameters())))
@@ -473,12 +475,107 @@ def test_a_shared_denominator_gives_each_token_to_one_half(name, T):
     close(mixer.matrix(x), A / A.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("name", [n for n, row in mixers.FEATURES.items() if row[2]])
+@pytest.mark.parametrize("name", [n for n, row in mixers.FEATURES.items() if row[1]])
 def test_features_with_a_denominator_do_not_change_sign(name):
     torch.manual_seed(0)
     phi, position = mixers.Feature(name, 3, 16, 64), torch.arange(64)[None]
     q, k = (phi(5 * torch.randn(2, 64, 3, 16), position) for _ in range(2))
     assert torch.einsum("bihk,bjhk->bhij", q, k).min() > -1e-5
+
+
+unit2 = lambda z: 2 * z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+FORMULAS = {  # φ(q)·φ(k) at the start, written another way than in mixers.py
+    "none": lambda q, k, s: s(q, k),
+    "relu": lambda q, k, s: s(q.clamp(min=0), k.clamp(min=0)),
+    "elu": lambda q, k, s: s(torch.where(q > 0, q + 1, q.exp()), torch.where(k > 0, k + 1, k.exp())),
+    "hadamard": lambda q, k, s: 1.1**2 * s(q * (1 + q / 10), k * (1 + k / 10)),
+    "t2r": lambda q, k, s: s(q.clamp(min=0), k.clamp(min=0)),
+    "hedgehog": lambda q, k, s: s(q.softmax(-1), k.softmax(-1)) + s((-q).softmax(-1), (-k).softmax(-1)),
+    "rebased": lambda q, k, s: s(
+        *(((z - z.mean(-1, True)) / (z.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()) ** 2 for z in (q, k))
+    ),
+    "taylor": lambda q, k, s: 1 + s(q, k) + s(q, k) ** 2 / 2,
+    "cosformer": lambda q, k, s: (
+        s(q.clamp(min=0), k.clamp(min=0)) * torch.cos(math.pi / 2 / 64 * (torch.arange(20)[:, None] - torch.arange(20)))
+    ),
+    "performer": lambda q, k, s: s(
+        (q - q.square().sum(-1, keepdim=True) / 2).exp(), (k - k.square().sum(-1, keepdim=True) / 2).exp()
+    ),
+    "rfa": lambda q, k, s: (torch.cos(q[:, :, None] - k[:, None]).sum(-1)).permute(0, 3, 1, 2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", mixers.FEATURES)
+def test_features_are_their_formulas(name):
+    torch.manual_seed(0)
+    phi, q, k = mixers.Feature(name, 3, 16, 64).double(), *torch.randn(2, 2, 20, 3, 16).double()
+    dot = lambda a, b: torch.einsum("bihk,bjhk->bhij", a, b)
+    got = dot(phi(q, torch.arange(20)[None]), phi(k, torch.arange(20)[None]))
+    if name in ("taylor", "performer", "rfa"):  # of q and k at length 2, seen along their random directions
+        q, k = (torch.einsum("bthk,kj->bthj", unit2(z), phi.maps[0, 0]) for z in (q, k))
+    if name == "performer":  # exp(w·z − |z|²/2), |z| = 2 before the directions
+        close(got, dot((q - 2).exp(), (k - 2).exp()), 1e-6)
+    else:
+        close(got, FORMULAS[name](q, k, dot), 1e-6)
+
+
+@torch.no_grad()
+def test_random_features_approach_the_softmax_kernel():
+    """arXiv 2009.14794 lemma 1 and 2103.02143 eq. 4, for q and k of length 2, a mean over independent directions."""
+    torch.manual_seed(0)
+    z = unit2(torch.randn(12, 16).double())
+    found = {"performer": 0, "rfa": 0}
+    for _ in range(400):
+        w = torch.linalg.qr(torch.randn(16, 16).double())[0] * torch.randn(16, 16).double().norm(dim=0)
+        for name in found:
+            phi = mixers.Feature(name, 1, 16, 64).double()
+            phi.maps[0, 0] = w
+            f = phi(z[None, :, None], torch.zeros(1, 12))[0, :, 0]
+            found[name] = found[name] + f @ f.T / 16 / 400
+    usual = z @ z.T < 1.5  # the rest needs far more directions: a product of log-normals
+    assert distance(found["performer"][usual], (z @ z.T).exp()[usual]) < 0.1
+    assert distance(found["rfa"], (-(z[:, None] - z).square().sum(-1) / 2).exp()) < 0.05
+
+
+GATED = {  # log_decay, key and what "now" is, from q, k, v after the (identity) convolution and z = W x + bias
+    "retnet": lambda m, q, k, z: ((1 - 2.0 ** (-5 - torch.arange(3).double())).log()[:, None], k, 0),
+    "supra": lambda m, q, k, z: (-(2.0 ** (-8 / 3 * torch.arange(1, 4).double()))[:, None], k, 0),
+    "gla": lambda m, q, k, z: (((-z).sigmoid() ** (1 / 16)).log(), k, 0),
+    "dfw": lambda m, q, k, z: ((-z).sigmoid().log(), k, 0),
+    "metala": lambda m, q, k, z: (((-z).sigmoid() ** (1 / 16)).log(), 1 - (-z).sigmoid() ** (1 / 16), m.again),
+    "hgrn2": lambda m, q, k, z: (hgrn2_keep(m, z).log(), 1 - hgrn2_keep(m, z), 0),
+    "gated_delta": lambda m, q, k, z: (
+        -m.fade.A_log.exp() * (1 + z.exp()).log(),
+        k / (k.square().sum(-1, True) + 1e-6).sqrt(),
+        0,
+    ),
+    "kda": lambda m, q, k, z: (
+        -m.fade.A_log.exp() * (1 + z.exp()).log(),
+        k / (k.square().sum(-1, True) + 1e-6).sqrt(),
+        0,
+    ),
+}
+hgrn2_keep = lambda m, z: m.bound.sigmoid() + (1 - m.bound.sigmoid()) * (-z).sigmoid()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", GATED)
+def test_decays_and_keys_are_their_formulas(name):
+    mixer, x, (q, k, v) = bare(name, rope=False, feature="none")
+    c = mixer.cell(x, q, k, v)
+    z = (
+        None
+        if name in ("retnet", "supra")
+        else (k if mixer.decay == "channel" and name in ("metala", "hgrn2") else mixer.fade.w(x)) + mixer.fade.bias
+    )
+    log_decay, key, now = GATED[name](mixer, q, k, z)
+    close(c["log_decay"], log_decay.expand_as(c["log_decay"]), 1e-6)
+    close(c["k"], key, 1e-6)
+    close(
+        c["now"] if "now" in c else torch.zeros(1).double(),
+        (q * now * key).sum(-1, True) if name == "metala" else torch.zeros(1).double(),
+    )
 
 
 def bare(name, **options):
@@ -526,12 +623,12 @@ def test_rwkv7_erases_before_the_decay(tied):
     """arXiv 2503.14456 eq. 17; tied: the form that the docstring states."""
     mixer, x, (q, k, v) = bare("rwkv7")
     if tied:
-        for name in ("w", "rate"):
+        for name in ("w", "a"):
             gate = getattr(mixer, name)
             gate.w[1].weight[:], gate.bias[:] = 0, gate.bias[:, :1].clone()
         mixer.xi[:], mixer.alpha[:], mixer.bonus[:] = 1, 1, 0
     q, k = mixers.unit(q) / 8**0.5, mixers.unit(k)
-    w, a, kappa = (-math.exp(-0.5) * mixer.w(x).sigmoid()).exp(), mixer.rate(x).sigmoid(), mixers.unit(k * mixer.xi)
+    w, a, kappa = (-math.exp(-0.5) * mixer.w(x).sigmoid()).exp(), mixer.a(x).sigmoid(), mixers.unit(k * mixer.xi)
     S, outputs = torch.zeros(2, 3, 8, 8).double(), []
     for t in range(40):
         recall = (kappa[:, t, :, None] @ S)[:, :, 0]
@@ -565,14 +662,12 @@ def test_mixers_collapse_into_each_other():
     same("kda", "gated_delta", change=one_a_head)
     same("gated_delta", "delta", change=no_decay)
     same("gla", "mamba2", more=dict(discrete=True), change=lambda a, b: (one_a_head(a, b), rates_of(a, b)))
-    same("dfw", "linear", more=dict(feature="none"), change=lambda a, b: (no_decay(a, b), b.scale.mul_(64)))
-    same(
-        "retnet", "linear", dict(rope=False), dict(feature="none"), lambda a, b: (a.log_decay.zero_(), b.scale.mul_(64))
-    )
+    same("dfw", "linear", more=dict(feature="none"), change=no_decay)
+    same("retnet", "linear", dict(rope=False), dict(feature="none"), lambda a, b: a.log_decay.zero_())
 
 
 def rates_of(mine, theirs):
-    mine.fade.rate = 1
+    mine.fade.constant = 1
     theirs.skip.zero_()
 
 
