@@ -141,11 +141,13 @@ def identity(K, n=1):
     return torch.eye(K).repeat(n, 1, 1)
 
 
-def random_maps(K, n=None):
+def random_maps(K, n=None, seed=0):
     """n ≤ K orthogonal directions of Gaussian length, the same in every layer (arXiv 2009.14794), (1, K, n)."""
-    g = torch.Generator().manual_seed(0)
-    direction, length = (torch.randn(K, K, generator=g, device="cpu", dtype=torch.float32) for _ in range(2))
-    return (torch.linalg.qr(direction)[0] * length.norm(dim=0))[None, :, :n].to(torch.empty(0).device)
+    g = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(K, K, generator=g, device="cpu", dtype=torch.float32) for _ in range(2))
+    direction, R = torch.linalg.qr(a)
+    direction = direction * R.diagonal().sign()  # uniform over rotations; without the signs it is not
+    return (direction * b.norm(dim=0))[None, :, :n].to(torch.empty(0).device)
 
 
 def both(a, b):
