@@ -240,7 +240,7 @@ def draw_mixers(path, teacher_name, text=SENTENCE, columns=5):
             mixer.remember(reach(attention, inputs[layer]))
             A = mixer.matrix(inputs[layer])[0, head]
             A = A / A.abs().amax(-1, keepdim=True).clamp(min=1e-9)
-            ax.imshow(A.sign() * A.abs().sqrt(), cmap="RdBu_r", vmin=-1, vmax=1)
+            ax.imshow((A.sign() * A.abs().sqrt()).float().numpy(), cmap="RdBu_r", vmin=-1, vmax=1)
             ax.set(xticks=[], yticks=[], title=f"layer {layer}, head {head}" if name == "softmax" else "")
     fig.savefig(path, dpi=80, bbox_inches="tight")
 

@@ -191,6 +191,15 @@ def test_wrong_options_are_named():
     for wrong in (dict(conv="abc"), dict(conv=-1), dict(gate="relu"), dict(norm=True), dict(sinks=None)):
         with pytest.raises(ValueError, match=f"^option {next(iter(wrong))} = .*: wanted "):
             build("delta", CONFIG, **wrong)
+    with pytest.raises(ValueError, match="'softmax' takes no options"):
+        build("softmax", CONFIG, window=4)
+    with pytest.raises(ValueError, match="wanted an even one"):
+        build("delta", types.SimpleNamespace(**vars(CONFIG) | dict(head_dim=7)), window=4)
+    for mask in (torch.ones(2, 5), torch.ones(5, dtype=torch.bool), torch.ones(2, 4, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="^x, mask: wanted"):
+            make("delta")(tokens(5), mask=mask)
+    with pytest.raises(ValueError, match="^x, mask: wanted"):
+        make("softmax")(tokens(5)[:, :0])
 
 
 @cells
@@ -358,6 +367,53 @@ def test_padding_changes_nothing(name, options, layout):
     for t in range(10):  # decode without a mask
         y, state = mixer(torch.stack([row[a + t] for row, a in zip(x, start)])[:, None], state)
         close(y[:, 0], torch.stack([row[a + t] for row, a in zip(alone, start)]))
+
+
+@torch.no_grad()
+@every_mixer
+def test_what_stands_in_padding_is_never_read(name):
+    mixer, x, mask = make(name), tokens(8), torch.tensor([[False] * 3 + [True] * 5, [True] * 6 + [False] * 2])
+    want = [mixer(row[m][None])[0][0] for row, m in zip(x, mask)]
+    y = mixer(x.masked_fill(~mask[..., None], math.nan), mask=mask)[0]
+    for row, m, wanted in zip(y, mask, want):
+        close(row[m], wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window, sinks", [(3, 2), (70, 3), (64, 0)])
+def test_padding_between_blocks_of_the_window(window, sinks):
+    mixer, x, g = make("delta", dict(window=window, sinks=sinks)), tokens(300), torch.Generator().manual_seed(0)
+    alone, state, at = [mixer(row[None])[0][0] for row in x], None, [0, 0]
+    for T in (130, 1, 2, 60, 130):
+        mask = torch.rand(2, T, generator=g) < torch.tensor([[0.5], [0.1 if T != 60 else 0]])
+        stop = [a + int(n) for a, n in zip(at, mask.sum(1))]
+        padded = torch.zeros(2, T, CONFIG.width, dtype=x.dtype)
+        padded[mask] = torch.cat([row[a:b] for row, a, b in zip(x, at, stop)])
+        y, state = mixer(padded, state, mask=mask)
+        close(y[mask], torch.cat([row[a:b] for row, a, b in zip(alone, at, stop)]))
+        at = stop
+
+
+VALUES = dict(conv=(0, 1, 3), qk_norm=(True,), rope=(True, False), norm=("rms", "layer"), gate=mixers.GATES)
+VALUES |= dict(feature=mixers.FEATURES, denominator=(True, False), expand_k=(2,), expand_v=(3,), window=(1, 5))
+VALUES |= dict(sinks=(0, 9), blend=("shared",), negative=(True,), discrete=(True,))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [n for n in MIXERS if n != "softmax"])
+def test_every_option_works_or_says_why_not(name):
+    for option, values in VALUES.items():
+        for value in values:
+            more = dict(window=4) if option in ("sinks", "blend") else {}
+            try:
+                mixer = build(name, CONFIG, **{option: value} | more)
+            except ValueError as error:
+                assert re.match("option .*wanted", str(error)), (option, value)
+                continue
+            x = tokens(9).float()
+            y, state = mixer(x)
+            assert y.isfinite().all(), (option, value)
+            close(torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:], mixer(x[:, :5])[1])[0]], 1), y, 2e-4)
 
 
 @paths
@@ -1044,12 +1100,24 @@ def test_calibration_solves_the_output_projection():
     assert found[1][0] < found[0][0] and found[1][1] < 1e-3 * found[0][1]  # lower, and no slope is left in W_o
 
 
-def test_calibration_takes_the_nearest_model():
+@pytest.mark.parametrize("options", [{}, dict(expand_k=2, expand_v=2), dict(window=4), dict(feature="t2r")])
+def test_calibration_takes_the_nearest_model(options):
     teacher, _ = tiny_teacher()
-    student, ids = surgery.linearize(teacher, "gla"), torch.randint(0, 257, (4, 40))
+    student, ids = surgery.linearize(teacher, "gla", **options), torch.randint(0, 257, (4, 40))
     kl = lambda: distill.logits(student, teacher, ids[-1:])["kl"].item()
     before, found = kl(), distill.calibrate(student, teacher, ids)
-    assert kl() == pytest.approx(min(found.values()), rel=1e-5) and min(found.values()) < before
+    assert kl() == pytest.approx(min(found.values()), rel=1e-5)
+    assert options or kl() < before
+
+
+def test_calibration_finds_the_scale_of_a_head():
+    teacher, _ = tiny_teacher()
+    mixer, x = surgery.linearize(teacher, "gla").blocks[0].mixer, torch.randn(2, 30, 24)
+    with torch.no_grad():
+        target = distill.before_projection(mixer, x).unflatten(-1, (6, -1)) * torch.arange(1, 7)[:, None]
+        read = distill.fit_scale(mixer, target.flatten(1), x)
+    torch.testing.assert_close(mixer.scale[:, 0], torch.arange(1.0, 7.0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read, target.flatten(1), rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------- 5. A run ends in the same bits, whatever stopped it
@@ -1255,6 +1323,17 @@ def test_only_steps_are_checkpoints(tmp_path):
 
 
 # ---------------------------------------------------------------- 6. A score is the same alone and in a batch
+
+
+def test_mixers_are_told_and_drawn(teacher_folder, tmp_path, monkeypatch, capsys):
+    call(mixers, monkeypatch)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {row[0]: row for row in rows if row and row[0] in MIXERS}
+    assert found.keys() == MIXERS.keys() and all(float(row[-2]) < 1e-4 for row in found.values())
+    assert found["delta"][4] == f"{9 * 64 * 64 + 3 * 3 * 9 * 64:,}"  # S, and three inputs of the convolution
+    monkeypatch.setattr(evaluate, "MIXERS", {n: MIXERS[n] for n in ("softmax", "hedgehog", "rwkv7")})
+    call(mixers, monkeypatch, "--picture", tmp_path / "p.png", "--teacher", teacher_folder)
+    assert (tmp_path / "p.png").stat().st_size > 5000
 
 
 def test_heldout_of_the_teacher_itself():
