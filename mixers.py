@@ -73,17 +73,46 @@ def scan(q, k, v, *, form="auto", **more):
 # ------------------------------------------------------------------ what surrounds a cell
 
 
-def rotate(x, position, base):
+class Rotary:
     """Rotary embedding (arXiv 2104.09864 eq. 34) in Llama's layout: the two halves of a head are the pairs.
 
-    x (B, T, H, K), position (B | 1, T) counts tokens -> like x.
+    scaling, as in Hugging Face's config.json, stretches it beyond the context it was trained on: {} | {"rope_type":
+    "linear" | "llama3" | "yarn", "factor": …}. Sources: Llama 3.1's model card; YaRN, arXiv 2309.00071 section 3.
     """
-    half = x.size(-1) // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = position[..., None, None].float() * frequency  # (B, T, 1, K/2)
-    cos, sin = angle.cos(), angle.sin()
-    a, b = wide(x).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+    def __init__(self, dim, base, scaling=None):
+        self.factor, s = 1.0, scaling or {}
+        f = base ** (-torch.arange(dim // 2, device="cpu", dtype=torch.float32) / (dim // 2))
+        kind, factor = s.get("rope_type", s.get("type", "default")), s.get("factor") or 1.0
+        if kind == "linear":
+            f = f / factor
+        elif kind == "llama3":  # long waves are stretched, short ones are not, those between by halves
+            turns = s["original_max_position_embeddings"] * f / (2 * math.pi)
+            low, high = s["low_freq_factor"], s["high_freq_factor"]
+            f = f * torch.lerp(torch.tensor(1 / factor), torch.tensor(1.0), ((turns - low) / (high - low)).clamp(0, 1))
+        elif kind == "yarn":
+            where = lambda turns: (
+                dim * math.log(s["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+            )
+            low, high = where(s.get("beta_fast") or 32), where(s.get("beta_slow") or 1)
+            if s.get("truncate", True):
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            stretch = ((torch.arange(dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+            f = f * torch.lerp(torch.tensor(1.0), torch.tensor(1 / factor), stretch)
+            grown = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+            m, all_m = s.get("mscale"), s.get("mscale_all_dim")
+            self.factor = s.get("attention_factor") or (grown(m) / grown(all_m) if m and all_m else grown(1))
+        elif kind != "default":
+            raise ValueError(f"rope_scaling: {kind!r} is not known here; linear, llama3 and yarn are")
+        self.frequency = f.tolist()
+
+    def __call__(self, x, position):
+        """x (B, T, H, ≥ dim), position (B | 1, T) counts tokens -> like x; channels beyond dim stay."""
+        angle = position[..., None, None].float() * torch.tensor(self.frequency, device=x.device)  # (B, T, 1, dim / 2)
+        cos, sin, half = angle.cos() * self.factor, angle.sin() * self.factor, len(self.frequency)
+        a, b, rest = wide(x).split([half, half, x.size(-1) - 2 * half], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
 
 
 def wide(x):
@@ -286,7 +315,38 @@ NORMS = {"none": lambda o, _: o, "rms": lambda o, dim: F.rms_norm(o, dim, eps=1e
 CHOICES = dict(feature=FEATURES, gate=GATES, norm=NORMS, blend=("add", "shared"))
 
 
-class Mixer(nn.Module):
+class Heads(nn.Module):
+    """What a teacher's attention and every mixer have: q, k, v, o, the teacher's biases, norms and rotary embedding."""
+
+    def __init__(self, config, heads, widths):
+        """heads: how many of q, k, v; widths: channels of all heads of q, k, v and what o reads."""
+        super().__init__()
+        self.width, self.heads, self.head_dim, self.counts = config.width, config.heads, config.head_dim, heads
+        self.rotates, self.eps = bool(config.rope_base), getattr(config, "norm_eps", 1e-5)
+        self.rotary = Rotary(self.head_dim, config.rope_base or 1e4, getattr(config, "rope_scaling", None))
+        biases, (*qkv, o) = getattr(config, "biases", ()), widths
+        self.q, self.k, self.v = (nn.Linear(self.width, n, bias="qkv" in biases) for n in qkv)
+        self.o = nn.Linear(o, self.width, bias="o" in biases)
+        if getattr(config, "head_norm", False):
+            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(self.head_dim)) for _ in "qk")
+
+    def projected(self, x):
+        """x (B, T, width) -> q, k, v (B, T, heads, ≥ head_dim), of q and k the first head_dim channels normed."""
+        q, k, v = (split(z(x), n) for z, n in zip((self.q, self.k, self.v), self.counts))
+        if hasattr(self, "q_norm"):
+            q, k = (self.normed(z, w) for z, w in ((q, self.q_norm), (k, self.k_norm)))
+        return q, k, v
+
+    def normed(self, z, weight):
+        D = self.head_dim
+        return torch.cat([F.rms_norm(z[..., :D], (D,), weight.to(z.dtype), self.eps), z[..., D:]], -1)
+
+    def turned(self, z, position):
+        """As the teacher does it."""
+        return self.rotary(z, position) if self.rotates else z
+
+
+class Mixer(Heads):
     """q, k, v projections -> short convolution -> φ -> the cell -> norm, gate -> output projection.
 
     A mixer is a subclass: `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into
@@ -309,15 +369,14 @@ class Mixer(nn.Module):
     options |= dict(expand_k=1, expand_v=1, window=0, sinks=4, blend="add")
 
     def __init__(self, config, **options):
-        super().__init__()
-        for name, value in self.checked(options).items():
+        options = self.checked(options)
+        H, D, K, V = config.heads, config.head_dim, options["expand_k"], options["expand_v"]
+        if D % 2 and (options["rope"] or options["window"]):
+            raise ValueError(f"head_dim {D}: rope and a window turn pairs of channels; wanted an even one")
+        K, V = K * D, V * D
+        super().__init__(config, (H, H, H), (H * K, H * K, H * V, H * V))
+        for name, value in options.items():
             setattr(self, name, value)
-        self.width, self.heads, self.head_dim, self.base = config.width, config.heads, config.head_dim, config.rope_base
-        H, K, V = self.heads, self.expand_k * self.head_dim, self.expand_v * self.head_dim
-        if self.head_dim % 2 and (self.rope or self.window):
-            raise ValueError(f"head_dim {self.head_dim}: rope and a window turn pairs of channels; wanted an even one")
-        self.q, self.k, self.v = (nn.Linear(self.width, H * n, bias=False) for n in (K, K, V))
-        self.o = nn.Linear(H * V, self.width, bias=False)
         if self.conv:
             taps = torch.zeros(H * (2 * K + V), 1, self.conv, 1)
             taps[:, :, -1] = 1
@@ -396,19 +455,18 @@ class Mixer(nn.Module):
     def streams(self, x, past):
         """-> (position, [q, k, v] of the head as projected, what the cell makes of x: arguments of `scan` by name)."""
         D, position = self.head_dim, past.positions(x)
-        parts = [split(z(x), self.heads) for z in (self.q, self.k, self.v)]
+        parts = self.projected(x)
         plain = [z[..., :D] for z in parts]
         q, k, v = self.convolve(parts, past)
         q, k = (unit(z) if self.qk_norm else z for z in (q, k))
-        turn = lambda z: torch.cat([rotate(z[..., :D], position, self.base), z[..., D:]], -1)
         early = self.rope and self.denominator  # φ ≥ 0 stays so: rotated before it
-        q, k = (turn(z) if early else z for z in (q, k))
+        q, k = (self.rotary(z, position) if early else z for z in (q, k))
         if self.feature != "none":
             q, k = self.phi["q"](q, position), self.phi["k"](k, position)
         c = self.cell(x, q, k, v)
         if self.rope and not early:
-            c |= {name: turn(c[name]) for name in "qk"}
-            c |= {"erase": [turn(z) for z in c["erase"]]} if "erase" in c else {}
+            c |= {name: self.rotary(c[name], position) for name in "qk"}
+            c |= {"erase": [self.rotary(z, position) for z in c["erase"]]} if "erase" in c else {}
         c["q"] = c["q"] * self.head_dim**-0.5
         if past.mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
             real = past.mask[..., None, None]
@@ -432,7 +490,7 @@ class Mixer(nn.Module):
         if self.denominator:
             c["v"] = F.pad(wide(v), (0, 1), value=1.0)  # the column of ones sums the weights
         if self.window:
-            q, k = (rotate(z, position, self.base) for z in plain[:2])
+            q, k = (self.turned(z, position) for z in plain[:2])
             seen, weight = sliding_softmax(q, k, plain[2], position, self.window, self.sinks, past)
         if self.blend == "shared":  # the recurrence meets a token when the window has passed it, a first one never
             c["k"] = c["k"] * (position >= self.sinks)[..., None, None]
@@ -497,39 +555,43 @@ class Softmax(Mixer):
     options = {}
 
     def __init__(self, config, **options):
-        nn.Module.__init__(self)
         if options:
             raise ValueError(f"mixer 'softmax' takes no options, got {', '.join(options)}")
-        self.width, self.heads, self.head_dim, self.base = config.width, config.heads, config.head_dim, config.rope_base
-        self.kv_heads, self.window = config.kv_heads, 0
-        heads = self.heads, self.kv_heads, self.kv_heads
-        self.q, self.k, self.v = (nn.Linear(self.width, n * self.head_dim, bias=False) for n in heads)
-        self.o = nn.Linear(self.heads * self.head_dim, self.width, bias=False)
+        H, kv, D = config.heads, config.kv_heads, config.head_dim
+        Heads.__init__(self, config, (H, kv, kv), (H * D, kv * D, kv * D, H * D))
+        self.kv_heads, self.window, self.sliding = kv, 0, getattr(config, "sliding", 0)
 
-    def project(self, x, position):
-        """-> q (B, T, H, K), k, v (B, T, kv heads, K), rotated."""
-        q, k, v = (z(x).unflatten(-1, (-1, self.head_dim)) for z in (self.q, self.k, self.v))
-        return rotate(q, position, self.base), rotate(k, position, self.base), v
+    def rotated(self, x, position):
+        """-> q (B, T, H, K), k, v (B, T, kv heads, K)."""
+        q, k, v = self.projected(x)
+        return self.turned(q, position), self.turned(k, position), v
+
+    def seen(self, position, before, n):
+        """Which of `before` + n columns each of the last n rows may look at, (B | 1, n, before + n)."""
+        rows, columns = (torch.arange(z, device=position.device) for z in (n, before + n))
+        back = before + rows[:, None] - columns
+        near = back < self.sliding if self.sliding else True
+        return (back >= 0) & near & ((back <= position[..., None]) | (back == 0))  # padding reads itself
 
     def mix(self, x, past, form):
         position, T = past.positions(x), x.size(1)
-        q, k, v = self.project(x, position)
+        q, k, v = self.rotated(x, position)
         before = past.old["k"].size(1) if past.old else 0
         k, v = (past.carry(name, z, before) for name, z in (("k", k), ("v", v)))
         past.new |= {"k": k, "v": v}
         allowed = None
-        if past.old or past.mask is not None:
-            back = before + torch.arange(T, device=x.device)[:, None] - torch.arange(before + T, device=x.device)
-            allowed = ((back >= 0) & ((back <= position[..., None]) | (back == 0)))[:, None]  # padding reads itself
+        if past.old or past.mask is not None or 0 < self.sliding < T:
+            allowed = self.seen(position, before, T)[:, None]
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None, enable_gqa=True)
         return self.o(o.transpose(1, 2).flatten(2))
 
     def matrix(self, x):
-        q, k, _ = self.project(x, torch.arange(x.size(1), device=x.device)[None])
+        position = torch.arange(x.size(1), device=x.device)[None]
+        q, k, _ = self.rotated(x, position)
         k = k.repeat_interleave(self.heads // self.kv_heads, 2)
         A = torch.einsum("bihk,bjhk->bhij", q, k) * self.head_dim**-0.5
-        return A.masked_fill(torch.ones_like(A, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+        return A.masked_fill(~self.seen(position, 0, x.size(1))[:, None], -math.inf).softmax(-1)
 
     def state_size(self, T=1):
         """Floats per layer and sequence after T tokens: the KV cache."""

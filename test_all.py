@@ -27,7 +27,7 @@ import evaluate
 import mixers
 import surgery
 import train
-from mixers import MIXERS, build, chunked, recurrent, rotate, scan
+from mixers import MIXERS, build, chunked, recurrent, scan
 
 CELLS = list(itertools.product(("none", "head", "channel"), ("add", "delta", "own key")))
 cells = pytest.mark.parametrize("decay, write", CELLS)
@@ -505,7 +505,7 @@ def test_window_is_masked_softmax(window, sinks, T):
         mine.weight[:] = shared.weight.view(1, 8, 24).repeat_interleave(3, 0).flatten(0, 1)
     mixer.scale.zero_()  # the recurrent half says nothing
     q, k, v = (z(x).unflatten(-1, (-1, 8)) for z in (mixer.q, mixer.k, mixer.v))
-    q, k = (rotate(z, torch.arange(T)[None], CONFIG.rope_base) for z in (q, k))
+    q, k = (mixer.rotary(z, torch.arange(T)[None]) for z in (q, k))
     i, j = torch.arange(T)[:, None], torch.arange(T)
     allowed = (j <= i) & ((i - j < window) | (j < sinks))
     A = torch.einsum("bihk,bjhk->bhij", q, k) * 8**-0.5
@@ -521,7 +521,7 @@ def test_window_is_masked_softmax(window, sinks, T):
 def test_a_shared_denominator_gives_each_token_to_one_half(name, T):
     mixer, x = make(name, dict(window=4, sinks=2, blend="shared", conv=0)), tokens(T)
     position, (q, k, v), c = mixer.streams(x, mixers.Past())
-    q, k = (rotate(z, position, mixer.base) for z in (q, k))
+    q, k = (mixer.rotary(z, position) for z in (q, k))
     exact = torch.einsum("bihk,bjhk->bhij", q, k) * 8**-0.5
     features = torch.einsum("bihk,bjhk->bhij", c["q"], c["k"]) * mixer.scale.abs()[:, :, None]
     i, j = torch.arange(T)[:, None], torch.arange(T)
