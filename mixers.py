@@ -81,30 +81,24 @@ class Rotary:
     """
 
     def __init__(self, dim, base, scaling=None):
-        self.factor, s = 1.0, scaling or {}
-        f = base ** (-torch.arange(dim // 2, device="cpu", dtype=torch.float32) / (dim // 2))
+        s, self.factor = scaling or {}, 1.0
         kind, factor = s.get("rope_type", s.get("type", "default")), s.get("factor") or 1.0
-        if kind == "linear":
-            f = f / factor
-        elif kind == "llama3":  # long waves are stretched, short ones are not, those between by halves
-            turns = s["original_max_position_embeddings"] * f / (2 * math.pi)
-            low, high = s["low_freq_factor"], s["high_freq_factor"]
-            f = f * torch.lerp(torch.tensor(1 / factor), torch.tensor(1.0), ((turns - low) / (high - low)).clamp(0, 1))
-        elif kind == "yarn":
-            where = lambda turns: (
-                dim * math.log(s["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(base))
-            )
-            low, high = where(s.get("beta_fast") or 32), where(s.get("beta_slow") or 1)
-            if s.get("truncate", True):
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, dim - 1)
-            stretch = ((torch.arange(dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
-            f = f * torch.lerp(torch.tensor(1.0), torch.tensor(1 / factor), stretch)
-            grown = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-            m, all_m = s.get("mscale"), s.get("mscale_all_dim")
-            self.factor = s.get("attention_factor") or (grown(m) / grown(all_m) if m and all_m else grown(1))
-        elif kind != "default":
-            raise ValueError(f"rope_scaling: {kind!r} is not known here; linear, llama3 and yarn are")
+        with torch.device("cpu"):
+            f = 1 / base ** (torch.arange(0, dim, 2) / dim)  # in this order, in float32: the bits count at position 10⁵
+            if kind == "linear":
+                f = f / factor
+            elif kind == "divisors":  # as a GGUF of Llama 3 has them
+                f = f / torch.tensor(s["divisors"])
+            elif kind == "llama3":  # long waves are stretched, short ones are not, those between by parts
+                turns = s["original_max_position_embeddings"] * f / (2 * math.pi)
+                low, high = s["low_freq_factor"], s["high_freq_factor"]
+                f = f * torch.lerp(
+                    torch.tensor(1 / factor), torch.tensor(1.0), ((turns - low) / (high - low)).clamp(0, 1)
+                )
+            elif kind == "yarn":
+                f, self.factor = yarn(f, dim, base, factor, s)
+            elif kind != "default":
+                raise ValueError(f"rope_scaling {kind!r} is not known here; linear, llama3 and yarn are")
         self.frequency = f.tolist()
 
     def __call__(self, x, position):
@@ -113,6 +107,20 @@ class Rotary:
         cos, sin, half = angle.cos() * self.factor, angle.sin() * self.factor, len(self.frequency)
         a, b, rest = wide(x).split([half, half, x.size(-1) - 2 * half], -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
+
+
+def yarn(f, dim, base, factor, s):
+    """f stretched by parts, and what cos and sin are multiplied with (arXiv 2309.00071 eq. 19-22)."""
+    turning = lambda turns: math.log(s["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(base)
+    low, high = (dim / 2 * turning(s.get(name) or usual) for name, usual in (("beta_fast", 32), ("beta_slow", 1)))
+    if s.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    stretch = ((torch.arange(len(f)) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    grown = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+    m, all_m = s.get("mscale"), s.get("mscale_all_dim")
+    usual = grown(m) / grown(all_m) if m and all_m else grown(1)
+    return f * torch.lerp(torch.tensor(1.0), torch.tensor(1 / factor), stretch), s.get("attention_factor") or usual
 
 
 def wide(x):
@@ -328,18 +336,16 @@ class Heads(nn.Module):
         self.q, self.k, self.v = (nn.Linear(self.width, n, bias="qkv" in biases) for n in qkv)
         self.o = nn.Linear(o, self.width, bias="o" in biases)
         if getattr(config, "head_norm", False):
-            self.q_norm, self.k_norm = (nn.Parameter(torch.ones(self.head_dim)) for _ in "qk")
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, self.eps) for _ in "qk")
 
     def projected(self, x):
         """x (B, T, width) -> q, k, v (B, T, heads, ≥ head_dim), of q and k the first head_dim channels normed."""
         q, k, v = (split(z(x), n) for z, n in zip((self.q, self.k, self.v), self.counts))
         if hasattr(self, "q_norm"):
-            q, k = (self.normed(z, w) for z, w in ((q, self.q_norm), (k, self.k_norm)))
+            D = self.head_dim
+            q = torch.cat([self.q_norm(q[..., :D]), q[..., D:]], -1)
+            k = torch.cat([self.k_norm(k[..., :D]), k[..., D:]], -1)
         return q, k, v
-
-    def normed(self, z, weight):
-        D = self.head_dim
-        return torch.cat([F.rms_norm(z[..., :D], (D,), weight.to(z.dtype), self.eps), z[..., D:]], -1)
 
     def turned(self, z, position):
         """As the teacher does it."""

@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import unicodedata
 import zipfile
 from base64 import b64decode, b64encode
 from pathlib import Path
@@ -31,7 +32,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mixers import MIXERS, build, wide
+from mixers import MIXERS, Past, build, wide
 
 SIZES = {  # what --size takes -> hub name (2504.14366 section 3)
     "140m": "HuggingFaceTB/SmolLM2-135M",
@@ -81,7 +82,16 @@ class Config:
     head_dim: int
     ffn: int
     context: int = 2048
-    rope_base: float = 10000.0
+    rope_base: float = 10000.0  # 0: no rotary embedding
+    rope_scaling: dict = dataclasses.field(default_factory=dict)
+    no_rope: list = dataclasses.field(default_factory=list)  # layers without it (SmolLM3)
+    learned: bool = False  # positions are learned and added to the embedding (GPT-2)
+    sliding: int = 0  # softmax sees so many tokens back, 0: all (Mistral)
+    not_sliding: list = dataclasses.field(default_factory=list)  # layers that see all (Qwen2)
+    norm: str = "rms"  # or "layer"
+    mlp: str = "swiglu"  # or "gelu"
+    biases: list = dataclasses.field(default_factory=list)  # of "qkv", "o", "mlp"
+    head_norm: bool = False  # RMSNorm of each head of q and k (Qwen3)
     norm_eps: float = 1e-6
     tied: bool = True
     mixers: list = None
@@ -94,49 +104,63 @@ class Config:
             limit = 1000 if name == "layers" else 2**31
             if type(value) is not int or not 0 < value < limit:
                 raise BadInput(f"config: {name} is {value!r}, wanted a whole number from 1 to {limit - 1}")
-        for name in ("rope_base", "norm_eps"):
-            if not isinstance(getattr(self, name), int | float) or not 0 < getattr(self, name) < math.inf:
-                raise BadInput(f"config: {name} is {getattr(self, name)!r}, wanted a positive number")
+        for name, least in (("rope_base", 0), ("norm_eps", 1e-30), ("sliding", 0)):
+            if not isinstance(getattr(self, name), int | float) or not least <= getattr(self, name) < math.inf:
+                raise BadInput(f"config: {name} is {getattr(self, name)!r}, wanted a number from {least}")
         self.mixers = self.mixers or ["softmax"] * self.layers
-        if self.heads % self.kv_heads or self.head_dim % 2 or len(self.mixers) != self.layers:
+        if self.heads % self.kv_heads or (self.rope_base and self.head_dim % 2) or len(self.mixers) != self.layers:
             raise BadInput(
                 f"config: {self.heads} heads over {self.kv_heads} key heads, head_dim {self.head_dim} and "
                 f"{len(self.mixers)} mixers for {self.layers} layers contradict each other"
             )
 
+    def layer(self, i):
+        """What `build` reads, for layer i."""
+        here = copy.copy(self)
+        here.rope_base = 0 if i in self.no_rope else self.rope_base
+        here.sliding = 0 if i in self.not_sliding else self.sliding
+        return here
+
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv 1910.07467), in float32 inside, out in the dtype that the matmuls after it work in."""
+    """RMSNorm (arXiv 1910.07467) or LayerNorm, float32 inside, out in the dtype that the matmuls after it work in."""
 
     def __init__(self, config):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(config.width)), config.norm_eps
+        self.bias = nn.Parameter(torch.zeros(config.width)) if config.norm == "layer" else None
 
     def forward(self, x):
-        kind = x.device.type
+        kind, w = x.device.type, self.weight.to(x.dtype)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps).to(dtype)
+        if self.bias is None:
+            return F.rms_norm(x, x.shape[-1:], w, self.eps).to(dtype)
+        return F.layer_norm(x, x.shape[-1:], w, self.bias.to(x.dtype), self.eps).to(dtype)
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU (arXiv 2002.05202), or GPT-2's two layers with the tanh form of GELU (arXiv 1606.08415)."""
 
     def __init__(self, config):
         super().__init__()
-        self.gate, self.up = (nn.Linear(config.width, config.ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(config.ffn, config.width, bias=False)
+        bias = "mlp" in config.biases
+        self.gate = nn.Linear(config.width, config.ffn, bias=bias) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(config.width, config.ffn, bias=bias)
+        self.down = nn.Linear(config.ffn, config.width, bias=bias)
 
     def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        up = self.up(x)
+        return self.down(F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * up)
 
 
 class Block(nn.Module):
     """h -> h + mixer(norm(h)) -> h + mlp(norm(h))."""
 
-    def __init__(self, config, mixer):
+    def __init__(self, config, i):
         super().__init__()
         self.norm1, self.norm2, self.mlp = Norm(config), Norm(config), MLP(config)
-        self.mixer = build(mixer, config, **(config.options if mixer != "softmax" else {}))
+        options = config.options if config.mixers[i] != "softmax" else {}
+        self.mixer = build(config.mixers[i], config.layer(i), **options)
 
     def forward(self, h, state=None, mask=None):
         y, state = self.mixer(self.norm1(h), state, mask=mask)
@@ -152,19 +176,28 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
         nn.init.normal_(self.embed.weight, std=0.02)  # a first loss near ln(vocab), not the 65 of std 1 and a tied head
-        self.blocks = nn.ModuleList(Block(config, mixer) for mixer in config.mixers)
+        if config.learned:
+            self.places = nn.Embedding(config.context, config.width)
+            nn.init.normal_(self.places.weight, std=0.01)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = Norm(config)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def embedded(self, tokens):
+    def embedded(self, tokens, state=None, mask=None):
         """tokens (B, T) -> the residual stream before the first block, (B, T, width)."""
-        return wide(self.embed(tokens))
+        h = wide(self.embed(tokens))
+        if not self.config.learned:
+            return h
+        position = (Past(state and state[0], mask).positions(tokens)).clamp(min=0)
+        if int(position.max()) >= self.config.context:
+            raise BadInput(f"{int(position.max()) + 1} tokens: this model has learned {self.config.context} positions")
+        return h + self.places(position)
 
     def trunk(self, tokens, state=None, *, mask=None):
         """tokens (B, T) -> (final hidden states after the norm (B, T, width), state)."""
-        h, new = self.embedded(tokens), []
+        h, new = self.embedded(tokens, state, mask), []
         for block, old in zip(self.blocks, state or [None] * len(self.blocks)):
             h, layer_state = block(h, old, mask)
             new.append(layer_state)
@@ -205,8 +238,13 @@ def pick(logits, temperature, top_k, top_p, generator):
 
 # ------------------------------------------------------------------ the tokenizer
 
-GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-DIGIT_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # how the newer patterns end
+SPLITS = {  # how a text is cut before merging, by the name that GGUF files give it
+    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "smollm": r"'s|'t|'re|'ve|'m|'ll|'d|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + TAIL,
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + TAIL,
+}
 
 
 def byte_of_char():
@@ -219,13 +257,14 @@ def byte_of_char():
 class Tokenizer:
     """Byte-level BPE through tiktoken. ranks: bytes -> id; special: text -> id; eos separates documents.
 
+    bos: the id that a text starts with in this model, or None. form: Unicode normal form to bring text to, or None.
     Single bytes without a token of their own (SmolLM2 lacks 21) are dropped by `encode`, as in Hugging Face's BPE.
     """
 
-    def __init__(self, ranks, split, special, eos):
+    def __init__(self, ranks, split, special, eos, bos=None, form=None):
         import tiktoken
 
-        self.ranks, self.split, self.special, self.eos = ranks, split, special, eos
+        self.ranks, self.split, self.special, self.eos, self.bos, self.form = ranks, split, special, eos, bos, form
         self.stops = {eos, special.get("<|im_end|>", eos)}  # what ends a text, or a turn
         self.known = {*ranks.values(), *special.values()}
         self.vocab = max(self.known) + 1
@@ -235,6 +274,7 @@ class Tokenizer:
 
     def encode(self, text, *, special=False):
         """text -> ids; special=True reads names such as <|im_start|> as the one token they name."""
+        text = unicodedata.normalize(self.form, text) if self.form else text
         ids = self.bpe.encode(text, allowed_special="all") if special else self.bpe.encode_ordinary(text)
         return [i for i in ids if i < self.vocab]
 
@@ -243,19 +283,19 @@ class Tokenizer:
         return self.bpe.decode([i for i in ids if i in self.known])
 
     @classmethod
-    def from_merges(cls, tokens, merges, split, special, eos):
+    def from_merges(cls, tokens, merges, split, special, eos, **more):
         """tokens: text -> id in GPT-2's stand-ins; merges in order: tiktoken merges by id, so ids must follow them."""
         byte = byte_of_char()
         ranks = {bytes(byte[c] for c in t): i for t, i in tokens.items() if t not in special and set(t) <= set(byte)}
         made = [tokens["".join(pair.split(" ") if isinstance(pair, str) else pair)] for pair in merges]
         if made != sorted(made):
             raise BadInput("tokenizer: ids do not grow along the merges, so tiktoken would split words differently")
-        return cls(ranks, split, special, eos)
+        return cls(ranks, split, special, eos, **more)
 
     def save(self, folder):
         lines = (b64encode(token).decode() + f" {i}" for token, i in self.ranks.items())
         Path(folder, "tokenizer.tiktoken").write_text("\n".join(lines) + "\n")
-        rest = {"split": self.split, "special": self.special, "eos": self.eos}
+        rest = {name: getattr(self, name) for name in ("split", "special", "eos", "bos", "form")}
         Path(folder, "tokenizer_config.json").write_text(json.dumps(rest, indent=1))
 
     @classmethod
@@ -265,47 +305,124 @@ class Tokenizer:
         return cls({b64decode(token): int(i) for token, i in pairs}, **rest)
 
 
-def tokenizer_from_json(folder, eos):
-    """Hugging Face's tokenizer.json with a byte-level BPE model -> Tokenizer."""
-    data = json.loads(Path(folder, "tokenizer.json").read_text())
-    model, pre = data["model"], data.get("pre_tokenizer") or {}
+class Library:
+    """What tiktoken cannot hold, such as the SentencePiece models of Llama 2 and Mistral: a tokenizer.json as it is."""
+
+    def __init__(self, text, eos, bos=None):
+        try:
+            import tokenizers
+        except ImportError:
+            raise BadInput("tokenizer.json: not a byte-level BPE that tiktoken holds; pip install tokenizers") from None
+        self.text, self.eos, self.bos, self.made = text, eos, bos, tokenizers.Tokenizer.from_str(text)
+        self.stops, self.vocab = {eos}, max(self.made.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text, *, special=False):
+        self.made.encode_special_tokens = not special
+        return self.made.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.made.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, folder):
+        Path(folder, "tokenizer.json").write_text(self.text, encoding="utf-8")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps({"eos": self.eos, "bos": self.bos}))
+
+
+def load_tokenizer(folder):
+    """What a tokenizer's `save` wrote."""
+    if Path(folder, "tokenizer.tiktoken").exists():
+        return Tokenizer.load(folder)
+    rest = read_json(Path(folder, "tokenizer_config.json"))
+    return Library(Path(folder, "tokenizer.json").read_text(encoding="utf-8"), **rest)
+
+
+def read_tokenizer(folder, eos):
+    """Hugging Face's tokenizer.json, or vocab.json and merges.txt -> Tokenizer, or Library where that is not exact."""
+    if not (folder / "tokenizer.json").exists():
+        if not (folder / "merges.txt").exists():
+            raise BadInput(f"{folder}: no tokenizer.json in it, and no vocab.json with merges.txt; get one of them")
+        tokens, lines = (
+            read_json(folder / "vocab.json"),
+            (folder / "merges.txt").read_text(encoding="utf-8").split("\n"),
+        )
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        special = {t: i for t, i in tokens.items() if t == "<|endoftext|>"}
+        return Tokenizer.from_merges(tokens, merges, SPLITS["gpt-2"], special, eos)
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    model, special = data["model"], {t["content"]: t["id"] for t in data.get("added_tokens", [])}
+    post = [p for p in (data.get("post_processor") or {}).get("processors", [data.get("post_processor") or {}])]
+    first = [p["single"][0] for p in post if p.get("type") == "TemplateProcessing" and p.get("single")]
+    bos = special.get(first[0]["SpecialToken"]["id"]) if first and "SpecialToken" in first[0] else None
+    split, form = split_of(data.get("pre_tokenizer") or {}), data.get("normalizer")
+    known = split and model.get("type", "BPE") == "BPE" and (not form or form.get("type") in ("NFC", "NFKC"))
+    try:
+        if known:
+            form = form and form["type"]
+            return Tokenizer.from_merges(model["vocab"], model["merges"], split, special, eos, bos=bos, form=form)
+    except BadInput:  # ids do not follow the merges
+        pass
+    return Library(text, eos, bos)
+
+
+def split_of(pre):
+    """The pattern of a byte-level pre-tokenizer, or None if it is no such thing."""
     steps = pre.get("pretokenizers", [pre])
     kinds = [step.get("type") for step in steps]
-    if model.get("type", "BPE") != "BPE" or data.get("normalizer") or "ByteLevel" not in kinds:
-        raise BadInput(f"{folder}: only byte-level BPE tokenizers without a normalizer are read, this one is {kinds}")
+    if any(step.get("add_prefix_space") for step in steps):
+        return None
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
-        split = DIGIT_SPLIT
-    elif kinds == ["Split", "ByteLevel"] and "Regex" in steps[0]["pattern"] and not steps[1].get("use_regex", True):
-        split = steps[0]["pattern"]["Regex"]
-    elif kinds == ["ByteLevel"]:
-        split = GPT2_SPLIT
-    else:
-        raise BadInput(f"{folder}: the pre-tokenizer {kinds} is not known here; teach tokenizer_from_json its pattern")
-    special = {t["content"]: t["id"] for t in data.get("added_tokens", [])}
-    return Tokenizer.from_merges(model["vocab"], model["merges"], split, special, eos)
+        return SPLITS["smollm"]
+    if kinds == ["Split", "ByteLevel"] and "Regex" in steps[0]["pattern"] and not steps[1].get("use_regex", True):
+        return steps[0]["pattern"]["Regex"]
+    return SPLITS["gpt-2"] if kinds == ["ByteLevel"] else None
 
 
 # ------------------------------------------------------------------ where a teacher comes from
 
+LLAMA, GPT2 = r"(?:model\.)?", r"(?:transformer\.)?"
 NAMES = [  # (a Hugging Face file's name, a GGUF's, ours); what has no name of ours is left out
-    (r"model\.embed_tokens", "token_embd", "embed"),
-    (r"model\.layers\.(\d+)\.input_layernorm", r"blk\.(\d+)\.attn_norm", r"blocks.\1.norm1"),
-    (r"model\.layers\.(\d+)\.post_attention_layernorm", r"blk\.(\d+)\.ffn_norm", r"blocks.\1.norm2"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk\.(\d+)\.attn_([qkv])", r"blocks.\1.mixer.\2"),
-    (r"model\.layers\.(\d+)\.self_attn\.o_proj", r"blk\.(\d+)\.attn_output", r"blocks.\1.mixer.o"),
-    (r"model\.layers\.(\d+)\.mlp\.(\w+)_proj", r"blk\.(\d+)\.ffn_(gate|up|down)", r"blocks.\1.mlp.\2"),
-    (r"model\.norm", "output_norm", "norm"),
+    (LLAMA + "embed_tokens", "token_embd", "embed"),
+    (LLAMA + r"layers\.(\d+)\.input_layernorm", r"blk\.(\d+)\.attn_norm", r"blocks.\1.norm1"),
+    (LLAMA + r"layers\.(\d+)\.post_attention_layernorm", r"blk\.(\d+)\.ffn_norm", r"blocks.\1.norm2"),
+    (LLAMA + r"layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk\.(\d+)\.attn_([qkv])", r"blocks.\1.mixer.\2"),
+    (LLAMA + r"layers\.(\d+)\.self_attn\.o_proj", r"blk\.(\d+)\.attn_output", r"blocks.\1.mixer.o"),
+    (LLAMA + r"layers\.(\d+)\.self_attn\.([qk]_norm)", r"blk\.(\d+)\.attn_([qk]_norm)", r"blocks.\1.mixer.\2"),
+    (LLAMA + r"layers\.(\d+)\.mlp\.(\w+)_proj", r"blk\.(\d+)\.ffn_(gate|up|down)", r"blocks.\1.mlp.\2"),
+    (LLAMA + "norm", "output_norm", "norm"),
     ("lm_head", "output", "head"),
-    (r"model\.layers\.(\d+)\.self_attn\.rotary_emb\.inv_freq", "rope_freqs", None),
+    (LLAMA + r"layers\.(\d+)\.self_attn\.rotary_emb\.inv_freq", "rope_freqs", None),
+    (GPT2 + "wte", "token_embd", "embed"),
+    (GPT2 + "wpe", "position_embd", "places"),
+    (GPT2 + r"h\.(\d+)\.ln_([12])", "-", r"blocks.\1.norm\2"),
+    (GPT2 + r"h\.(\d+)\.attn\.c_attn", r"blk\.(\d+)\.attn_qkv", r"blocks.\1.mixer.qkv"),
+    (GPT2 + r"h\.(\d+)\.attn\.c_proj", "-", r"blocks.\1.mixer.o"),
+    (GPT2 + r"h\.(\d+)\.mlp\.c_fc", "-", r"blocks.\1.mlp.up"),
+    (GPT2 + r"h\.(\d+)\.mlp\.c_proj", "-", r"blocks.\1.mlp.down"),
+    (GPT2 + "ln_f", "-", "norm"),
+    (GPT2 + r"h\.(\d+)\.attn(?:\.masked_bias)?", "-", None),  # old files keep the causal mask
 ]
 
 
-def rename(key, column, source):
-    """A weight's name in a Hugging Face file (column 0) or a GGUF (1) -> ours, or None if it is to be left out."""
-    for row in NAMES:
-        if found := re.fullmatch(rf"{row[column]}(\.weight)?", key):
-            return row[2] and found.expand(row[2]) + ".weight"
-    raise BadInput(f"{source}: the weight {key!r} has no place in a Llama model; this architecture is not known here")
+def rename(weights, column, source):
+    """Weights by a Hugging Face file's names (column 0) or a GGUF's (1) -> by ours, what is to be left out left out."""
+    found = {}
+    for key, w in weights.items():
+        for row in NAMES:
+            if match := re.fullmatch(rf"{row[column]}(?P<kind>\.weight|\.bias)?", key):
+                break
+        else:
+            raise BadInput(f"{source}: the weight {key!r} has no place here; Llama's family and GPT-2 are known")
+        if row[2] is None:
+            continue
+        name, kind = match.expand(row[2]), match["kind"] or ".weight"
+        if column == 0 and row[0].startswith(GPT2) and "\\.c_" in row[0] and w.dim() == 2:
+            w = w.T  # Conv1D: (in, out)
+        if name.endswith("qkv"):
+            found |= {name.removesuffix("qkv") + n + kind: part for n, part in zip("qkv", w.chunk(3))}
+        else:
+            found[name + kind] = w
+    return found
 
 
 def assemble(config, weights, source, dtype=None, device=None):
@@ -321,9 +438,11 @@ def assemble(config, weights, source, dtype=None, device=None):
         if shape != wanted.get(name):
             there, here = (tuple(s) if s is not None else "nothing" for s in (shape, wanted.get(name)))
             raise BadInput(f"{source}: {name} is {there} in the file but {here} by its config; one of them is wrong")
-    model.load_state_dict(
-        {k: w.to(device=device, dtype=dtype or torch.float32) for k, w in weights.items()}, assign=True
-    )
+    ready = {}
+    while weights:  # one at a time, so that files in another dtype are not held whole beside it
+        name, w = weights.popitem()
+        ready[name] = w.to(device=device, dtype=dtype or torch.float32).contiguous()
+    model.load_state_dict(ready, assign=True)
     if config.tied:
         model.head.weight = model.embed.weight
     return model
@@ -337,7 +456,7 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
     """
     path, source = locate(str(name_or_path))
     print(f"teacher: {source}", file=sys.stderr)
-    if path.is_dir() and (find_checkpoint(path) or path).joinpath("tokenizer.tiktoken").exists():
+    if path.is_dir() and is_ours(find_checkpoint(path)):
         return load(path, dtype=dtype, device=device)
     with reading(path):
         config, weights, tokenizer = (read_gguf if path.suffix == ".gguf" else read_folder)(path, source)
@@ -384,7 +503,7 @@ def from_hub(name, offline=False):
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import HfHubHTTPError
 
-    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json"]
+    wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "vocab.json", "merges.txt"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
     except (OSError, HfHubHTTPError, ValueError):
@@ -411,23 +530,35 @@ def from_pypi(target):
 
 
 def read_folder(folder, source):
-    """A Hugging Face folder, its weights in one safetensors file or shards -> (Config, weights, Tokenizer)."""
-    from safetensors.torch import load_file
-
+    """A Hugging Face folder -> (Config, weights, Tokenizer)."""
     if not (folder / "config.json").exists():
         raise BadInput(f"{folder}: no config.json in it, so it is no Hugging Face model folder and no run")
-    raw = read_json(folder / "config.json")
-    config = hf_config(raw, source)
-    index = folder / "model.safetensors.index.json"
-    files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    weights = {}
-    for name in files:
-        if Path(name).name != name or not (folder / name).exists():
-            raise BadInput(f"{folder}: {name} is missing or lies outside the folder; download the model again")
-        weights |= {rename(key, 0, source): w for key, w in load_file(folder / name).items()}
-    weights.pop(None, None)
+    raw, weights = read_json(folder / "config.json"), {}
+    for file in weight_files(folder):
+        weights |= rename(read_weights(file), 0, source)
+    config = hf_config(raw, source, tied="head.weight" not in weights)
     eos = raw.get("eos_token_id") or 0
-    return config, weights, tokenizer_from_json(folder, eos[0] if isinstance(eos, list) else eos)
+    return config, weights, read_tokenizer(folder, eos[0] if isinstance(eos, list) else eos)
+
+
+def weight_files(folder):
+    """The files of a model's weights, whole or in shards; safetensors before pickles."""
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{single}.index.json"
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [single]
+        for name in names:
+            if Path(name).name != name or (index.exists() and not (folder / name).exists()):
+                raise BadInput(f"{folder}: {name} is missing or lies outside the folder; download the model again")
+        if (folder / names[0]).exists():
+            return [folder / name for name in names]
+    raise BadInput(f"{folder}: no model.safetensors and no pytorch_model.bin in it; download the model again")
+
+
+def read_weights(file):
+    """name -> tensor. A pickle is read as plain tensors: code in it is refused."""
+    from safetensors.torch import load_file
+
+    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True, map_location="cpu")
 
 
 def read_json(path):
@@ -436,76 +567,120 @@ def read_json(path):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-FIELDS = {  # Config's name: (in config.json, in a GGUF after "llama.")
-    "width": ("hidden_size", "embedding_length"),
-    "layers": ("num_hidden_layers", "block_count"),
-    "heads": ("num_attention_heads", "attention.head_count"),
-    "kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
-    "head_dim": ("head_dim", "attention.key_length"),
-    "ffn": ("intermediate_size", "feed_forward_length"),
-    "context": ("max_position_embeddings", "context_length"),
-    "rope_base": ("rope_theta", "rope.freq_base"),
-    "norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+FIELDS = {  # Config's name: (in a Llama's config.json, in a GPT-2's, in a GGUF after its architecture)
+    "width": ("hidden_size", "n_embd", "embedding_length"),
+    "layers": ("num_hidden_layers", "n_layer", "block_count"),
+    "heads": ("num_attention_heads", "n_head", "attention.head_count"),
+    "kv_heads": ("num_key_value_heads", None, "attention.head_count_kv"),
+    "head_dim": ("head_dim", None, "attention.key_length"),
+    "ffn": ("intermediate_size", "n_inner", "feed_forward_length"),
+    "context": ("max_position_embeddings", "n_positions", "context_length"),
+    "rope_base": ("rope_theta", None, "rope.freq_base"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
+}
+FAMILIES = {  # model_type: what differs from a plain Llama, from its config.json
+    "llama": lambda raw: {},
+    "mistral": lambda raw: {"sliding": raw.get("sliding_window") or 0},
+    "qwen2": lambda raw: {"biases": ["qkv"]} | sliding_of(raw),
+    "qwen3": lambda raw: {"head_norm": True} | sliding_of(raw),
+    "smollm3": lambda raw: {"no_rope": [i for i, used in enumerate(raw.get("no_rope_layers") or []) if not used]},
+    "gpt2": lambda raw: {
+        "norm": "layer",
+        "mlp": "gelu",
+        "biases": ["qkv", "o", "mlp"],
+        "learned": True,
+        "rope_base": 0,
+    },
 }
 
 
+def sliding_of(raw):
+    """Qwen's: only with use_sliding_window, and only from layer max_window_layers on."""
+    if not raw.get("use_sliding_window"):
+        return {}
+    kinds = raw.get("layer_types") or ["full_attention"] * raw.get("max_window_layers", 0)
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    return {"sliding": raw.get("sliding_window") or 0, "not_sliding": full}
+
+
 def read_config(raw, column, **rest):
-    """Config from the fields `raw` of config.json (column 0) or of a GGUF (1); rest: vocab, tied, source."""
+    """Config from the fields `raw` of a config.json (column 0, GPT-2: 1) or of a GGUF (2); rest: what is known."""
     found = {name: raw[keys[column]] for name, keys in FIELDS.items() if raw.get(keys[column]) is not None}
-    missing = [FIELDS[name][column] for name in ("width", "layers", "heads", "ffn") if name not in found]
+    missing = [FIELDS[name][column] for name in ("width", "layers", "heads") if name not in found]
     if missing or rest["vocab"] is None:
         raise BadInput(
-            f"{rest['source']}: it does not say {', '.join(missing or ['vocab_size'])}; it is no Llama model"
+            f"{rest['source']}: it does not say {', '.join(missing or ['vocab_size'])}; it is no known model"
         )
-    found = {"kv_heads": found["heads"], "head_dim": found["width"] // found["heads"]} | found
-    return Config(**found, **rest)
+    usual = {"kv_heads": found["heads"], "head_dim": found["width"] // found["heads"], "ffn": 4 * found["width"]}
+    return Config(**usual | found | rest)
 
 
-def hf_config(raw, source):
-    """Hugging Face's config.json of a Llama -> Config; a field that this Transformer cannot honour is an error."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def hf_config(raw, source, tied):
+    """Hugging Face's config.json -> Config; a field that this Transformer cannot honour is an error."""
+    kind, rope = raw.get("model_type"), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if kind not in FAMILIES:
+        raise BadInput(f"{source}: model_type = {kind!r} is not known here; {', '.join(FAMILIES)} are")
     odd = {
-        "model_type": raw.get("model_type") != "llama",
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": raw.get("attention_bias"),
-        "mlp_bias": raw.get("mlp_bias"),
-        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "activation_function": raw.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": not raw.get("scale_attn_weights", True),
+        "scale_attn_by_inverse_layer_idx": raw.get("scale_attn_by_inverse_layer_idx"),
+        "partial_rotary_factor": raw.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1)) != 1,
     }
     for field, wrong in odd.items():
         if wrong:
-            raise BadInput(f"{source}: {field} = {raw.get(field, rope)!r} is not supported; plain Llama models are")
-    tied = raw.get("tie_word_embeddings", False)
+            raise BadInput(f"{source}: {field} = {raw.get(field, rope)!r} is not computed here; convert another model")
+    biases = ["qkv", "o"] * bool(raw.get("attention_bias")) + ["mlp"] * bool(raw.get("mlp_bias"))
+    scaling = rope if rope.get("rope_type", rope.get("type", "default")) != "default" else {}
+    known = {"biases": biases, "rope_scaling": scaling} | FAMILIES[kind](raw)
+    tied = raw.get("tie_word_embeddings", tied)
     # newer files keep rope_theta inside rope_parameters
-    return read_config(raw | rope, 0, vocab=raw.get("vocab_size"), tied=tied, source=source)
+    return read_config(raw | rope, int(kind == "gpt2"), vocab=raw.get("vocab_size"), tied=tied, source=source, **known)
 
 
 def read_gguf(path, source):
-    """A llama GGUF, q and k back from llama.cpp's row order -> (Config, weights, Tokenizer)."""
+    """A GGUF of Llama's or GPT-2's architecture -> (Config, weights, Tokenizer)."""
     import gguf
 
     reader = gguf.GGUFReader(path)
-    fields = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
-    raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
-    splits = {"smollm": DIGIT_SPLIT, "gpt-2": GPT2_SPLIT}
+    kind = reader.fields["general.architecture"].contents()
+    fields = {name.removeprefix(f"{kind}."): field.contents() for name, field in reader.fields.items()}
     for field, known in (
-        ("general.architecture", ["llama"]),
-        ("tokenizer.ggml.model", ["gpt2"]),
-        ("tokenizer.ggml.pre", splits),
+        ("general.architecture", ("llama", "gpt2")),
+        ("tokenizer.ggml.model", ("gpt2",)),
+        ("tokenizer.ggml.pre", SPLITS),
     ):
         if fields.get(field) not in known:
             raise BadInput(f"{path}: {field} = {fields.get(field)!r} is not read; wanted {' or '.join(known)}")
+    raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     names, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    config = read_config(fields, 1, vocab=len(names), tied="output.weight" not in raw, source=source)
-    weights = {rename(key, 1, source): w for key, w in raw.items()}
-    weights.pop(None, None)
+    known = FAMILIES["gpt2"]({}) if kind == "gpt2" else {"rope_scaling": gguf_scaling(fields, raw)}
+    fields.setdefault("attention.layer_norm_rms_epsilon", fields.get("attention.layer_norm_epsilon"))
+    config = read_config(fields, 2, vocab=len(names), tied="output.weight" not in raw, source=source, **known)
+    weights = rename(raw, 1, source)
     for name, w in weights.items():
-        if which := re.search(r"mixer\.([qk])\.weight", name):  # (head, pair, half) -> (head, half, pair)
+        if kind == "llama" and (
+            which := re.search(r"mixer\.([qk])\.", name)
+        ):  # (head, pair, half) -> (head, half, pair)
             rows = w.unflatten(0, (config.heads if which[1] == "q" else config.kv_heads, -1, 2))
             weights[name] = rows.transpose(1, 2).flatten(0, 2)
     tokens = {t: i for i, t in enumerate(names)}
     special = {t: i for t, i in tokens.items() if kinds[i] == 3}  # 3: control
-    split, eos = splits[fields["tokenizer.ggml.pre"]], special.get("<|endoftext|>", 0)
-    return config, weights, Tokenizer.from_merges(tokens, fields["tokenizer.ggml.merges"], split, special, eos)
+    eos = special.get("<|endoftext|>", fields.get("tokenizer.ggml.eos_token_id", 0))
+    bos = fields.get("tokenizer.ggml.bos_token_id") if fields.get("tokenizer.ggml.add_bos_token") else None
+    split, merges = SPLITS[fields["tokenizer.ggml.pre"]], fields["tokenizer.ggml.merges"]
+    return config, weights, Tokenizer.from_merges(tokens, merges, split, special, eos, bos=bos)
+
+
+def gguf_scaling(fields, raw):
+    """The stretch of a GGUF's rotary embedding: divisors as a tensor (Llama 3), or a kind and a factor."""
+    if "rope_freqs.weight" in raw:
+        return {"rope_type": "divisors", "divisors": raw.pop("rope_freqs.weight").tolist()}
+    if fields.get("rope.scaling.type", "none") == "none":
+        return {}
+    original = fields.get("rope.scaling.original_context_length")
+    scaling = {"rope_type": fields["rope.scaling.type"], "factor": fields.get("rope.scaling.factor")}
+    return scaling | ({"original_max_position_embeddings": original} if original else {})
 
 
 # ------------------------------------------------------------------ the swap, and the disk
@@ -529,23 +704,22 @@ def linearize(teacher, mixer, *, window=0, keep=(), **options):
     if mixer != "softmax":
         config.options = options | ({"window": window} if window else {})
         config.mixers = [config.mixers[i] if i in keep else mixer for i in range(config.layers)]
-    with torch.device("meta"):
-        student = Transformer(dataclasses.replace(config, mixers=["softmax"] * config.layers))
-    student.config, student.embed, student.norm, student.head = config, teacher.embed, teacher.norm, teacher.head
-    student.blocks, student.origin = nn.ModuleList(), {}
-    for name, old in zip(config.mixers, teacher.blocks):
+    student = copy.copy(teacher)
+    student._modules = dict(teacher._modules)
+    student.config, student.blocks, student.origin = config, nn.ModuleList(), {}
+    for i, (name, old) in enumerate(zip(config.mixers, teacher.blocks)):
         block = copy.copy(old)
         block._modules = dict(old._modules)
         if name != "softmax":
             try:
-                block.mixer = transplant(old.mixer, build(name, config, **config.options))
+                block.mixer = transplant(old.mixer, build(name, config.layer(i), **config.options))
             except ValueError as error:
                 raise BadInput(str(error)) from None
         student.blocks.append(block)
     student.left_out = sorted(teacher.state_dict().keys() - student.state_dict().keys())
     theirs = {id(p) for p in teacher.parameters()}
     for name, p in student.named_parameters():
-        copied = re.search(r"mixer\.[qkvo]\.", name)
+        copied = re.search(r"mixer\.([qkvo]|[qk]_norm)\.", name)
         student.origin[name] = "shared" if id(p) in theirs else "copied" if copied else "new"  # or copied and widened
     return student
 
@@ -559,13 +733,19 @@ def transplant(attention, mixer):
     H, D = attention.heads, attention.head_dim
     mixer.to(attention.q.weight)
     for name in "qkvo":
-        theirs, ours = getattr(attention, name).weight, getattr(mixer, name).weight
-        theirs, ours = (w.T if name == "o" else w for w in (theirs, ours))
-        theirs = theirs.unflatten(0, (-1, D))  # (heads, D, width)
-        ours = ours.unflatten(0, (H, -1))
-        if name in "qo":
-            ours.zero_()
-        ours[:, :D] = theirs.repeat_interleave(H // len(theirs), 0)
+        for theirs, ours in zip(getattr(attention, name).parameters(), getattr(mixer, name).parameters()):
+            if name == "o":
+                if theirs.dim() == 1:  # its bias has nothing to do with heads
+                    ours.copy_(theirs)
+                    continue
+                theirs, ours = theirs.T, ours.T
+            theirs, ours = theirs.unflatten(0, (-1, D)), ours.unflatten(0, (H, -1))  # (heads, D, …)
+            if name in "qo":
+                ours.zero_()
+            ours[:, :D] = theirs.repeat_interleave(H // len(theirs), 0)
+    for norm in ("q_norm", "k_norm"):
+        if hasattr(attention, norm):
+            getattr(mixer, norm).weight.copy_(getattr(attention, norm).weight)
     return mixer
 
 
@@ -588,6 +768,11 @@ def checkpoints(folder):
     return sorted((p for p in Path(folder).glob("step-*") if p.name[5:].isdecimal()), key=lambda p: int(p.name[5:]))
 
 
+def is_ours(folder):
+    """Was this written by `save`?"""
+    return folder is not None and "nanolinear" in read_json(folder / "config.json")
+
+
 def find_checkpoint(folder):
     """A folder with a model in it, or the newest step-N inside a run -> Path; None if there is neither."""
     steps = checkpoints(folder)
@@ -606,7 +791,7 @@ def load(folder, *, dtype=None, device=None):
         raise BadInput(f"{path}/config.json: not written by this project; use load_teacher for Hugging Face folders")
     with reading(path, "an older step-* beside it may be good"):
         weights = load_file(path / "model.safetensors")
-        return assemble(Config(**raw), weights, str(path), dtype, device), Tokenizer.load(path)
+        return assemble(Config(**raw), weights, str(path), dtype, device), load_tokenizer(path)
 
 
 # ------------------------------------------------------------------ python surgery.py
@@ -649,9 +834,9 @@ def stream(model, tokenizer, prompt, count, **how):
     """Print prompt and what the model makes of it, as it comes."""
     print(prompt, end="", flush=True)
     done, shown = [], ""
-    for token in model.generate(
-        tokenizer.encode(prompt, special=True) or [tokenizer.eos], count, stop=tokenizer.stops, **how
-    ):
+    ids = [] if tokenizer.bos is None else [tokenizer.bos]
+    ids += tokenizer.encode(prompt, special=True) or [tokenizer.eos]
+    for token in model.generate(ids, count, stop=tokenizer.stops, **how):
         done.append(token)
         text = tokenizer.decode(done)
         if not text.endswith("\ufffd"):  # half a character: wait for the rest
