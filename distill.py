@@ -168,6 +168,9 @@ RECIPES = {
     "default": [  # after `calibrate`, which is the attention stage's optimum in W_o; every token goes to KL
         Stage("logits", 1.0, 7e-4, "linear"),
     ],
+    "pretrain": [  # next-token prediction, from scratch
+        Stage("ce", 1.0, 1e-3, "cosine"),
+    ],
     "hybrid": [  # starts near (KL 0.26 with a 64-token window); 1e-4 brought it no nearer, 2e-5 to 0.25 (10k tokens)
         Stage("logits", 1.0, 2e-5, "linear"),
     ],

@@ -51,14 +51,17 @@ def autocast(device, dtype):
 def heldout(student, teacher, tokens, batch=4):
     """tokens (n, T) -> {"ce", "teacher_ce", "kl", "agreement"}: (mean, standard error over the n sequences).
 
-    In nats per token; agreement is the share of positions where both put the same token first.
+    In nats per token; agreement: the share of positions where both put the same token first. No teacher: "ce" alone.
     """
-    rows = {"ce": [], "teacher_ce": [], "kl": [], "agreement": []}
+    rows = {"ce": []} | ({"teacher_ce": [], "kl": [], "agreement": []} if teacher else {})
     for x in tokens.split(batch):
-        ours, theirs = student.trunk(x)[0], teacher.trunk(x)[0]
-        for h, g, ids in zip(ours, theirs, x):  # one sequence at a time: T × vocabulary floats
-            log_p, log_t = (F.log_softmax(m.head(z[:-1]).float(), -1) for m, z in ((student, h), (teacher, g)))
+        ours, theirs = (model and model.trunk(x)[0] for model in (student, teacher))
+        for i, ids in enumerate(x):  # one sequence at a time: T × vocabulary floats
+            log_p = F.log_softmax(student.head(ours[i, :-1]).float(), -1)
             rows["ce"].append(F.nll_loss(log_p, ids[1:]).item())
+            if not teacher:
+                continue
+            log_t = F.log_softmax(teacher.head(theirs[i, :-1]).float(), -1)
             rows["teacher_ce"].append(F.nll_loss(log_t, ids[1:]).item())
             rows["kl"].append(F.kl_div(log_p, log_t, log_target=True, reduction="none").sum(-1).mean().item())
             rows["agreement"].append((log_p.argmax(-1) == log_t.argmax(-1)).double().mean().item())
@@ -173,7 +176,9 @@ def scoreboard(held, tasks=()):
     bound = lambda error, form: "" if math.isnan(error) else f" ± {error:{form}}"
     show = lambda pair, form=".3f": f"{pair[0]:{form}}" + bound(pair[1], form)
     lines = [f"{'':<22}{'teacher':>18}{'student':>18}{'recovered':>12}"]
-    if held:
+    if held and "teacher_ce" not in held:
+        lines.append(f"{'held-out CE (nats)':<22}{'-':>18}{show(held['ce']):>18}")
+    elif held:
         t, s = held["teacher_ce"], held["ce"]
         lines.append(f"{'held-out CE (nats)':<22}{show(t):>18}{show(s):>18}")
         lines.append(f"{'perplexity':<22}{math.exp(t[0]):>18.2f}{math.exp(min(s[0], 700)):>18.2f}")
@@ -278,13 +283,14 @@ def main():
     print(f"precision: {str(dtype).removeprefix('torch.')} matmuls, {why}")
     model, tokenizer = load_teacher(args.model, dtype=dtype, device=device)
     baseline = args.baseline or recorded.get("teacher")
+    baseline = None if baseline == "none" else baseline
     teacher = load_teacher(baseline, dtype=dtype, device=device)[0] if baseline else None
     if teacher and teacher.config.vocab != model.config.vocab:
         ids = f"it has {teacher.config.vocab} ids, the model {model.config.vocab}"
         raise BadInput(f"--baseline {baseline}: {ids}; give the model's own teacher")
     held, rows = None, []
     with autocast(device, dtype):
-        if teacher and (folder / "heldout.safetensors").exists():
+        if (folder / "heldout.safetensors").exists():
             from safetensors.torch import load_file
 
             with reading(folder / "heldout.safetensors", "delete it to score tasks alone"):

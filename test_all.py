@@ -1394,6 +1394,25 @@ def test_interrupted_is_uninterrupted(teacher_folder, tmp_path, monkeypatch):
     assert scores[0] == scores[1] and (tmp_path / "cut" / "loss.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_teacher_of_our_own(tmp_path, monkeypatch, capsys, family):
+    monkeypatch.setitem(surgery.SMALL, "1m", (2, 32, 4, 48))
+    words = command("none", tmp_path / "teacher", "--mixer", "softmax", "--size", "1m", "--family", family)
+    words = [w for w in words if w != "--calibrate"]
+    words.remove("2")
+    call(train, monkeypatch, *words, "--tokens", "20k")
+    rows = [json.loads(line) for line in (tmp_path / "teacher" / "metrics.jsonl").read_text().splitlines()]
+    told = [r["heldout_ce"] for r in rows if "heldout_ce" in r]
+    assert told[0] == pytest.approx(math.log(257), abs=0.3) and told[-1] < 0.8 * told[0]
+    call(evaluate, monkeypatch, tmp_path / "teacher")
+    call(train, monkeypatch, *command(tmp_path / "teacher", tmp_path / "student", "--mixer", "gated_delta"))
+    scores = json.loads((tmp_path / "student" / "scores.json").read_text())
+    assert scores["teacher_ce"][0] == pytest.approx(told[-1], abs=0.5) and scores["kl"][0] > 0
+    call(
+        train, monkeypatch, *command("none", tmp_path / "linear", "--mixer", "kda", "--size", "1m"), "--calibrate", "0"
+    )
+
+
 @pytest.mark.slow
 def test_kill_minus_nine(teacher_folder, tmp_path, monkeypatch):
     """20 kills at random moments, more of them inside saves as every step saves; then the bits of a quiet run."""
@@ -1472,6 +1491,10 @@ BAD = {
     "wrong option": (["--option", "gate=relu"], "wanted none, silu, sigmoid"),
     "no number": (["--option", "conv"], "wanted 0,8,16 and NAME=VALUE"),
     "no such device": (["--device", "abacus"], "try --device cpu"),
+    "a size to pretrain": (["--size", "1m", "--teacher", "none", "--recipe", "default"], "has no teacher"),
+    "a size without weights": (["--size", "140m", "--teacher", "none"], "go with --teacher none"),
+    "a tokenizer of another": (["--tokenizer", "140m"], "brings its own"),
+    "one window": (["--calibrate", "1"], "at least 2"),
     "no tokens": (["--tokens", "0"], "wanted a number from"),
     "no context": (["--context", "0"], "wanted a number from"),
 }

@@ -37,11 +37,14 @@ from distill import RECIPES, STAGES, calibrate, trainable
 from mixers import MIXERS
 from surgery import (
     SIZES,
+    SMALL,
     BadInput,
     Parser,
+    bytes_tokenizer,
     checkpoints,
     cli,
     find_checkpoint,
+    from_scratch,
     is_hub_name,
     linearize,
     load,
@@ -61,8 +64,12 @@ def parser():
     p = Parser(description="Linearize a teacher and distil it.", allow_abbrev=False)
     g = p.add_argument_group("model")
     g.add_argument("--mixer", default="delta", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
-    g.add_argument("--size", default="140m", help=f"teacher by size: {', '.join(SIZES)} (default 140m)")
-    g.add_argument("--teacher", help="folder, hub name, .gguf or run, instead of --size")
+    g.add_argument("--size", default="140m", help=f"teacher by size: {', '.join([*SIZES, *SMALL])} (default 140m)")
+    g.add_argument("--teacher", help="folder, hub name, .gguf or run, instead of --size; none: pretrain from scratch")
+    g.add_argument(
+        "--family", default="llama", choices=["llama", "gpt2"], help="style of --teacher none (default llama)"
+    )
+    g.add_argument("--tokenizer", help="of --teacher none: a teacher's, or bytes (default)")
     g.add_argument("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0: none)")
     g.add_argument("--keep", default="", help="layers left softmax, as 0,8,16 (default none)")
     g.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a mixer's option, as conv=0")
@@ -74,7 +81,9 @@ def parser():
         "--recipe", choices=RECIPES, help="stages and rates (default: default; hybrid with --window or --keep)"
     )
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
-    g.add_argument("--batch", type=int, default=1, help="sequences a step (default 1: steps count more than batch)")
+    g.add_argument(
+        "--batch", type=int, help="sequences a step (default 1: steps count more than batch; pretraining 16)"
+    )
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
     g.add_argument("--calibrate", type=int, help="sequences to calibrate on first (default 16, a hybrid 0)")
     g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
@@ -115,9 +124,17 @@ def read_flags():
     if args.mixer not in MIXERS:
         near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
-    hybrid = args.window or args.keep
-    args.recipe = args.recipe or ("hybrid" if hybrid else "default")
-    args.calibrate = (0 if hybrid else 16) if args.calibrate is None else args.calibrate
+    hybrid, scratch = args.window or args.keep, args.teacher == "none"
+    if (args.size in SMALL) != scratch and (scratch or not args.teacher):
+        raise BadInput(
+            f"--size {args.size} --teacher {args.teacher}: {', '.join(SMALL)} go with --teacher none, which pretrains "
+            "them; give such a run as --teacher of the next one"
+        )
+    args.recipe = args.recipe or ("pretrain" if scratch else "hybrid" if hybrid else "default")
+    if scratch != (args.recipe == "pretrain"):
+        raise BadInput(f"--recipe {args.recipe} --teacher {args.teacher}: pretrain, and it alone, has no teacher")
+    args.calibrate = (0 if hybrid or scratch else 16) if args.calibrate is None else args.calibrate
+    args.batch = args.batch or (16 if scratch else 1)
     for name, (low, high) in RANGES.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -135,8 +152,10 @@ def read_flags():
             raise ValueError("not cpu, cuda or mps")
         torch.empty(0, device=args.device)
     args.teacher = args.teacher or args.size
+    if args.tokenizer and not scratch:
+        raise BadInput(f"--tokenizer {args.tokenizer}: a teacher brings its own; leave it out")
     window = f"-w{args.window}" if args.window else ""
-    teacher = Path(args.teacher).name.removesuffix(".gguf").lower()
+    teacher = args.size if scratch else Path(args.teacher).name.removesuffix(".gguf").lower()
     args.out = args.out or f"runs/{args.mixer}-{teacher}{window}-s{args.seed}"
     return args
 
@@ -414,7 +433,7 @@ def open_run(args):
     return folder, find_checkpoint(folder)
 
 
-def record(folder, args, teacher, windows, tokens):
+def record(folder, args, source, windows, tokens):
     """What must be known to repeat the run, before step 1."""
     from safetensors.torch import save_file
 
@@ -425,7 +444,7 @@ def record(folder, args, teacher, windows, tokens):
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
     facts = {
-        "source": teacher.config.source,
+        "source": source,
         "text": checksum(windows),
         "commit": asked.stdout.strip() or None,
         "torch": torch.__version__,
@@ -456,10 +475,13 @@ def train(args, folder, student, teacher, tokenizer, windows, held, stages, firs
                 bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
             if step % args.save_every == 0 or step == end:
                 with torch.no_grad(), evaluate.autocast(args.device, dtype):
-                    kl = STAGES["logits"](student, teacher, held[:4].to(args.device))["kl"].item()
-                seen = {"step": step, "tokens": step * args.batch * args.context, "heldout_kl": kl}
+                    name = "kl" if teacher else "ce"
+                    there = STAGES["logits" if teacher else "ce"](student, teacher, held[:4].to(args.device))[
+                        name
+                    ].item()
+                seen = {"step": step, "tokens": step * args.batch * args.context, f"heldout_{name}": there}
                 log.write(json.dumps(seen) + "\n")
-                bar.write(f"step {step}: held-out KL {kl:.3f}")
+                bar.write(f"step {step}: held-out {name.upper()} {there:.3f}")
                 if step > first:
                     checkpoint(folder, step, student, tokenizer, optimizer)
             if step == end:
@@ -520,28 +542,53 @@ def picture(folder):
     for name in dict.fromkeys(r["stage"] for r in rows if "stage" in r):
         points = [(r["step"], r["loss"]) for r in rows if r.get("stage") == name]
         ax.plot(*zip(*points), linewidth=1, alpha=0.7, label=f"{name} loss")
-    points = [(r["step"], r["heldout_kl"]) for r in rows if "heldout_kl" in r]
-    ax.plot(*zip(*points), "ko-", markersize=3, label="held-out KL to the teacher (nats)")
+    for name, words in (("heldout_kl", "held-out KL to the teacher (nats)"), ("heldout_ce", "held-out CE (nats)")):
+        if points := [(r["step"], r[name]) for r in rows if name in r]:
+            ax.plot(*zip(*points), "ko-", markersize=3, label=words)
     ax.set(xlabel="step", ylabel="loss", yscale="log", title=folder.name)
     ax.legend()
     fig.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")
 
 
 def finish(args, folder, student, teacher, tokenizer, held, dtype, minutes):
-    """The scoreboard, a sample of both, the figure, and how to go on."""
+    """The scoreboard, saved; the figure, a sample of both, and how to go on."""
     with evaluate.autocast(args.device, dtype):
         scores = evaluate.heldout(student, teacher, held.to(args.device))
-        print("\n" + evaluate.scoreboard(scores))
-        prompt = "The history of science shows that"
-        for name, model in (("teacher", teacher), ("student", student)):
-            print(f"\n{name}: ", end="")
-            stream(model, tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     facts = {"minutes": round(minutes, 1), "peak_gb": round(peak, 2), "tokens": args.tokens, "seed": args.seed}
     (folder / "scores.json").write_text(json.dumps(scores | facts, indent=1))
     picture(folder)
+    print("\n" + evaluate.scoreboard(scores))
+    for name, model in (("teacher", teacher), ("student", student)):
+        if model:
+            print(f"\n{name}: ", end="")
+            with evaluate.autocast(args.device, dtype):
+                prompt = "The history of science shows that"
+                stream(model, tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
     print(f"\n{minutes:.1f} minutes, peak memory {peak:.1f} GiB. Student, loss.png and scores.json are in {folder}")
-    print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500")
+    more = "" if teacher else f"; its student: python train.py --teacher {folder}"
+    print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500{more}")
+
+
+def models(args):
+    """-> (teacher or None, tokenizer, student)."""
+    torch.manual_seed(args.seed)
+    if args.teacher == "none":
+        named = args.tokenizer not in (None, "bytes")
+        tokenizer = load_teacher(args.tokenizer)[1] if named else bytes_tokenizer()
+        given = options_of(args) | ({"window": args.window} if args.window else {})
+        if given.pop("keep"):
+            raise BadInput(f"--keep {args.keep}: a model from scratch has the same mixer in every layer")
+        with reading(f"--mixer {args.mixer} --option {args.option}", "see README's table of options"):
+            student = from_scratch(args.size, args.family, tokenizer, args.mixer, args.context, **given)
+        return None, tokenizer, student.to(args.device)
+    teacher, tokenizer = load_teacher(args.teacher, device=args.device)
+    if set(teacher.config.mixers) != {"softmax"}:
+        raise BadInput(f"--teacher {args.teacher}: no softmax model but {teacher.config.mixers[0]}; give a teacher")
+    if args.context > teacher.config.context:
+        raise BadInput(f"--context {args.context}: this teacher was trained on at most {teacher.config.context}")
+    torch.manual_seed(args.seed)
+    return teacher, tokenizer, linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
 
 
 def main():
@@ -551,18 +598,11 @@ def main():
     dtype, why = evaluate.precision(args.device, args.precision)
     matmuls = f"{str(dtype).removeprefix('torch.')} matmuls: {why}"
     print(f"device: {args.device}, {torch.get_num_threads()} threads; {matmuls}; state in float32")
-    teacher, tokenizer = load_teacher(args.teacher, device=args.device)
-    if set(teacher.config.mixers) != {"softmax"}:
-        raise BadInput(
-            f"--teacher {args.teacher}: it is no softmax model but {teacher.config.mixers[0]}; give a teacher"
-        )
+    teacher, tokenizer, student = models(args)
+    source = student.config.source
     begun = read_json(folder / "args.json") if folder.exists() else {}
-    if begun and begun.get("source") != teacher.config.source:
+    if begun and begun.get("source") != source:
         raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
-    if args.context > teacher.config.context:
-        raise BadInput(f"--context {args.context}: this teacher was trained on at most {teacher.config.context}")
-    torch.manual_seed(args.seed)
-    student = linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
     recipe = [dataclasses.replace(stage, lr=args.lr or stage.lr) for stage in RECIPES[args.recipe]]
     rate = flops_per_second(args.device, dtype)
     if not args.tokens:  # nine minutes of steps: the tenth goes to loading and scoring
@@ -572,14 +612,14 @@ def main():
     if begun and begun.get("text") != checksum(windows):
         raise BadInput(f"--resume: the text of --data {args.data} has changed since {folder} began; start a new run")
     report(student)
-    teacher = copy.deepcopy(teacher).to(dtype)  # the student trains the weights that it shared
-    teacher.requires_grad_(False)
+    if teacher:  # the student trains the weights that it shared
+        teacher = copy.deepcopy(teacher).to(dtype).requires_grad_(False)
     stages = plan(args, recipe)
     announce(args, student, stages, rate, dtype, len(windows))
     if newest:
         student = load(newest, device=args.device)[0]
     elif not folder.exists():
-        record(folder, args, teacher, windows, held)
+        record(folder, args, source, windows, held)
     if not newest and args.calibrate:
         with evaluate.autocast(args.device, dtype):
             found = calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
