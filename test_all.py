@@ -1224,6 +1224,51 @@ def test_damaged_hugging_face_folders_are_one_sentence(tmp_path, file, text):
         surgery.load_teacher(tmp_path / "hf")
 
 
+def header(**tensors):
+    """A safetensors header: name -> (shape, first byte, end)."""
+    row = lambda shape, *ends: {"dtype": "F32", "shape": shape, "data_offsets": ends}
+    return json.dumps({name: row(*values) for name, values in tensors.items()}).encode()
+
+
+HEADERS = {  # hostile safetensors
+    "longer than the file": (2**60, b"{}"),
+    "overlapping tensors": (None, header(a=([2], 0, 8), b=([2], 4, 12))),
+    "offsets beyond": (None, header(a=([99], 0, 396))),
+    "a shape that lies": (None, header(a=([10**6, 10**6], 0, 8))),
+    "no JSON": (None, b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("length, start", HEADERS.values(), ids=HEADERS)
+def test_hostile_safetensors_are_one_sentence(tmp_path, length, start):
+    hugging_face_folder(tmp_path / "hf")
+    size = (len(start) if length is None else length).to_bytes(8, "little")
+    (tmp_path / "hf" / "model.safetensors").write_bytes(size + start + bytes(16))
+    with pytest.raises(surgery.BadInput, match=r"hf: damaged, or not what it should be .*; get it again"):
+        surgery.load_teacher(tmp_path / "hf")
+
+
+CONTRADICTIONS = {
+    "more key heads than heads": dict(num_key_value_heads=7),
+    "an odd head": dict(head_dim=3),
+    "an act of its own": dict(hidden_act="relu2"),
+    "part of a head rotates": dict(partial_rotary_factor=0.5),
+    "a stretch nobody knows": dict(rope_scaling={"rope_type": "su"}),
+    "a stretch without its sizes": dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+    "a vocabulary beyond the embedding": dict(vocab_size=500),
+    "no layer": dict(num_hidden_layers=0),
+}
+
+
+@pytest.mark.parametrize("change", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_configs_that_contradict_are_one_sentence(tmp_path, change):
+    hugging_face_folder(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(surgery.BadInput):
+        surgery.load_teacher(tmp_path / "hf")
+
+
 # ---------------------------------------------------------------- 4. A stage is a mean per token, whatever the pieces
 
 
