@@ -4,9 +4,9 @@
     linearize(teacher, "delta", window=64, keep=(0,))          -> the student, with the teacher's weights inside
     save(model, tokenizer, folder); load(folder)               -> safetensors and JSON, never pickle
 
-Here live the Llama family's Transformer (RMSNorm, rotary, SwiGLU, grouped keys), the names that other files give to its
-weights, and the tokenizer. It does NOT hold a mixer's maths (mixers.py) or a loss (distill.py).
-A new teacher family: its names in NAMES and FIELDS, and what it computes in Block.
+Here live the Transformer of GPT-2 and of Llama's family, the names that other files give to its weights, and the
+tokenizer. It does NOT hold a mixer's maths (mixers.py) or a loss (distill.py).
+A new family of teachers: what it computes in Config and Block, where its files say so in FAMILIES, NAMES and FIELDS.
 
 `python surgery.py TEACHER --mixer delta` prints what is copied, new and left out, the state, and some text.
 """
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from mixers import MIXERS, Past, build, wide
 
-SIZES = {  # what --size takes -> hub name; the first three are the teachers of 2504.14366, 7b and 1b of 2405.06640
+SIZES = {  # what --size takes -> hub name; the first three are the teachers of 2504.14366, 7b is one of 2405.06640
     "140m": "HuggingFaceTB/SmolLM2-135M",
     "360m": "HuggingFaceTB/SmolLM2-360M",
     "1.7b": "HuggingFaceTB/SmolLM2-1.7B",
@@ -354,11 +354,8 @@ def read_tokenizer(folder, eos):
     if not (folder / "tokenizer.json").exists():
         if not (folder / "merges.txt").exists():
             raise BadInput(f"{folder}: no tokenizer.json in it, and no vocab.json with merges.txt; get one of them")
-        tokens, lines = (
-            read_json(folder / "vocab.json"),
-            (folder / "merges.txt").read_text(encoding="utf-8").split("\n"),
-        )
-        merges = [line for line in lines if line and not line.startswith("#version")]
+        tokens, text = read_json(folder / "vocab.json"), (folder / "merges.txt").read_text(encoding="utf-8")
+        merges = [line for line in text.split("\n") if line and not line.startswith("#version")]
         special = {t: i for t, i in tokens.items() if t == "<|endoftext|>"}
         return Tokenizer.from_merges(tokens, merges, SPLITS["gpt-2"], special, eos)
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -386,8 +383,9 @@ def split_of(pre):
         return None
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return SPLITS["smollm"]
-    if kinds == ["Split", "ByteLevel"] and "Regex" in steps[0]["pattern"] and not steps[1].get("use_regex", True):
-        return steps[0]["pattern"]["Regex"]
+    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        whole = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
+        return steps[0]["pattern"].get("Regex") if whole else None
     return SPLITS["gpt-2"] if kinds == ["ByteLevel"] else None
 
 
@@ -537,7 +535,10 @@ def from_hub(name, offline=False):
 
     wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "vocab.json", "merges.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
+        folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
+        if not list(folder.glob("*.safetensors")):  # an old repository: pickles, read as plain tensors
+            snapshot_download(name, allow_patterns=["pytorch_model*"], local_files_only=offline)
+        return folder
     except (OSError, HfHubHTTPError, ValueError):
         return None
 
@@ -690,10 +691,8 @@ def read_gguf(path, source):
     fields.setdefault("attention.layer_norm_rms_epsilon", fields.get("attention.layer_norm_epsilon"))
     config = read_config(fields, 2, vocab=len(names), tied="output.weight" not in raw, source=source, **known)
     weights = rename(raw, 1, source)
-    for name, w in weights.items():
-        if kind == "llama" and (
-            which := re.search(r"mixer\.([qk])\.", name)
-        ):  # (head, pair, half) -> (head, half, pair)
+    for name, w in weights.items() if kind == "llama" else ():
+        if which := re.search(r"mixer\.([qk])\.", name):  # (head, pair, half) -> (head, half, pair)
             rows = w.unflatten(0, (config.heads if which[1] == "q" else config.kv_heads, -1, 2))
             weights[name] = rows.transpose(1, 2).flatten(0, 2)
     tokens = {t: i for i, t in enumerate(names)}
