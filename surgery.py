@@ -311,6 +311,31 @@ class Tokenizer:
         rest = {name: getattr(self, name) for name in ("split", "special", "eos", "bos", "form")}
         Path(folder, "tokenizer_config.json").write_text(json.dumps(rest, indent=1))
 
+    def to_json(self):
+        """As a tokenizer.json of Hugging Face: the merges are what BPE with the lower ranks alone makes of a token."""
+        char = {b: c for c, b in byte_of_char().items()}
+        text, merges = lambda token: "".join(char[b] for b in token), []
+        for token, rank in sorted(self.ranks.items(), key=lambda pair: pair[1]):
+            parts = [bytes([b]) for b in token]
+            while len(parts) > 2:
+                pairs = [self.ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+                i = min(range(len(pairs)), key=pairs.__getitem__)
+                if pairs[i] >= rank:
+                    break
+                parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            merges += [[text(part) for part in parts]] if len(parts) == 2 else []
+        vocab = {text(token): i for token, i in self.ranks.items()}
+        split = {"type": "Split", "pattern": {"Regex": self.split}, "behavior": "Isolated", "invert": False}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        made = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "decoder": level}
+        made["added_tokens"] = [{"id": i, "content": t} | flags for t, i in self.special.items()]
+        made["normalizer"] = {"type": self.form} if self.form else None
+        made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+        bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+        bpe |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
+        return json.dumps(made | {"model": bpe | {"vocab": vocab, "merges": merges}}, ensure_ascii=False)
+
     @classmethod
     def load(cls, folder):
         rest = json.loads(Path(folder, "tokenizer_config.json").read_text())
@@ -335,6 +360,9 @@ class Library:
 
     def decode(self, ids):
         return self.made.decode(list(ids), skip_special_tokens=False)
+
+    def to_json(self):
+        return self.text
 
     def save(self, folder):
         Path(folder, "tokenizer.json").write_text(self.text, encoding="utf-8")
@@ -825,6 +853,178 @@ def load(folder, *, dtype=None, device=None):
         return assemble(Config(**raw), weights, str(path), dtype, device), load_tokenizer(path)
 
 
+# ------------------------------------------------------------------ out, to transformers
+
+OUT = {  # our names -> Hugging Face's, by family: (pattern, replacement), each in turn
+    "llama": [
+        (r"^blocks\.", "model.layers."),
+        (r"norm1", "input_layernorm"),
+        (r"norm2", "post_attention_layernorm"),
+        (r"mixer\.([qkvo])\.", r"self_attn.\1_proj."),
+        (r"mixer\.", "self_attn."),
+        (r"mlp\.(\w+)\.", r"mlp.\1_proj."),
+        (r"^embed", "model.embed_tokens"),
+        (r"^norm", "model.norm"),
+        (r"^head", "lm_head"),
+    ],
+    "gpt2": [
+        (r"^blocks\.", "transformer.h."),
+        (r"norm([12])", r"ln_\1"),
+        (r"mixer\.o", "attn.c_proj"),
+        (r"mixer\.", "attn."),
+        (r"mlp\.up", "mlp.c_fc"),
+        (r"mlp\.down", "mlp.c_proj"),
+        (r"^embed", "transformer.wte"),
+        (r"^places", "transformer.wpe"),
+        (r"^norm", "transformer.ln_f"),
+        (r"^head", "lm_head"),
+    ],
+}
+MODELING = """# Made by nanoLinear's surgery.py; kernels.py, mixers.py and transformer.py beside it are that project's.
+from dataclasses import dataclass
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+from .kernels import chunked
+from .mixers import MIXERS
+from .transformer import Config, Transformer
+
+
+class NanoLinearConfig(PretrainedConfig):
+    model_type = "nanolinear"
+
+    def __init__(self, nano=None, **more):
+        self.nano = nano or {}
+        super().__init__(**more)
+
+
+@dataclass
+class Output(ModelOutput):
+    loss: object = None
+    logits: object = None
+    state: object = None
+
+
+class NanoLinearForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class, _is_stateful = NanoLinearConfig, True
+    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Transformer(Config(**config.nano))
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def get_input_embeddings(self):
+        return self.model.embed
+
+    def get_output_embeddings(self):
+        return self.model.head
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls, *_, **__):
+        return False
+
+    def forward(self, input_ids, attention_mask=None, state=None, labels=None, **_):
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.size(1) :].bool()
+        logits, state = self.model(input_ids, state, mask=None if mask is None or mask.all() else mask)
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.size(-1))
+        return Output(loss=loss, logits=logits, state=state)
+
+    def prepare_inputs_for_generation(self, input_ids, state=None, attention_mask=None, **_):
+        new = input_ids if state is None else input_ids[:, -1:]
+        return {"input_ids": new, "state": state, "attention_mask": attention_mask}
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *more, **also):
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *more, **also) | {"state": outputs.state}
+"""
+
+
+def export(model, tokenizer, folder):
+    """Write a folder that transformers loads: its own classes if every layer is softmax, else trust_remote_code.
+
+    In the second case kernels.py, mixers.py and the Transformer of this file go beside the weights.
+    """
+    from safetensors.torch import save_file
+
+    folder, c = Path(folder), model.config
+    if folder.exists():
+        raise BadInput(f"--export {folder} exists; give another folder")
+    weights = {k: w.detach() for k, w in model.state_dict().items() if not (k == "head.weight" and c.tied)}
+    kind = family_of(c) if set(c.mixers) == {"softmax"} else "nanolinear"
+    raw = {"model_type": kind, "vocab_size": c.vocab, "tie_word_embeddings": c.tied, "eos_token_id": tokenizer.eos}
+    raw |= {"bos_token_id": tokenizer.bos, "dtype": str(weights["embed.weight"].dtype).removeprefix("torch.")}
+    if kind == "nanolinear":
+        weights = {"model." + k: w for k, w in weights.items()}
+        classes = {"AutoConfig": "NanoLinearConfig", "AutoModelForCausalLM": "NanoLinearForCausalLM"}
+        raw |= {"auto_map": {auto: f"modeling_nanolinear.{name}" for auto, name in classes.items()}}
+        raw |= {"nano": dataclasses.asdict(c), "architectures": ["NanoLinearForCausalLM"]}
+    else:
+        weights, more = outward(weights, c, kind)
+        raw |= more
+    folder.mkdir(parents=True)
+    save_file({k: w.contiguous() for k, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=1))
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    name = {i: text for text, i in getattr(tokenizer, "special", {}).items()}.get(tokenizer.eos)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    if kind == "nanolinear":
+        here = Path(__file__).parent
+        (folder / "modeling_nanolinear.py").write_text(MODELING)
+        for source, target, end in (
+            ("kernels", "kernels", None),
+            ("mixers", "mixers", "python mixers.py"),
+            ("surgery", "transformer", "the tokenizer"),
+        ):
+            text = (here / f"{source}.py").read_text(encoding="utf-8")
+            text = (
+                text[: text.index(f"# ------------------------------------------------------------------ {end}")]
+                if end
+                else text
+            )
+            text = re.sub(r"^from (kernels|mixers) import", r"from .\1 import", text, flags=re.M)
+            (folder / f"{target}.py").write_text(text, encoding="utf-8")
+
+
+def family_of(c):
+    """The model_type whose class in transformers computes the same."""
+    if c.learned:
+        return "gpt2"
+    odd = {"qwen3": c.head_norm, "smollm3": c.no_rope, "qwen2": c.biases == ["qkv"], "mistral": c.sliding}
+    return next((kind for kind, is_it in odd.items() if is_it), "llama")
+
+
+def outward(weights, c, kind):
+    """Weights and the fields of config.json as transformers has them."""
+    gpt2, out = kind == "gpt2", {}
+    for name, w in weights.items():
+        for pattern, new in OUT["gpt2" if gpt2 else "llama"]:
+            name = re.sub(pattern, new, name)
+        out[name] = w.T if gpt2 and ".c_" in name and w.dim() == 2 else w
+    if gpt2:
+        for i in range(c.layers):
+            for part in ("weight", "bias"):
+                three = [out.pop(f"transformer.h.{i}.attn.{n}.{part}") for n in "qkv"]
+                out[f"transformer.h.{i}.attn.c_attn.{part}"] = (
+                    torch.cat(three).T if part == "weight" else torch.cat(three)
+                )
+    fields = {keys[gpt2]: getattr(c, name) for name, keys in FIELDS.items() if keys[gpt2] and name != "rope_base"}
+    fields |= (
+        {} if gpt2 else {"rope_parameters": {"rope_type": "default"} | c.rope_scaling | {"rope_theta": c.rope_base}}
+    )
+    fields |= {"attention_bias": "o" in c.biases, "mlp_bias": "mlp" in c.biases} if not gpt2 else {}
+    full = ["full_attention" if i in c.not_sliding or not c.sliding else "sliding_attention" for i in range(c.layers)]
+    fields |= (
+        {"sliding_window": c.sliding or None, "use_sliding_window": bool(c.sliding), "layer_types": full}
+        if not gpt2
+        else {}
+    )
+    fields |= {"no_rope_layers": [int(i not in c.no_rope) for i in range(c.layers)]} if kind == "smollm3" else {}
+    return out, fields
+
+
 # ------------------------------------------------------------------ python surgery.py
 
 
@@ -836,9 +1036,16 @@ def main():
     )
     parser.add_argument("--mixer", default="delta", choices=MIXERS, help="what replaces attention (default delta)")
     parser.add_argument("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0)")
+    parser.add_argument("--export", metavar="FOLDER", help="write the model as it is for transformers, and stop")
+    parser.add_argument("--push", metavar="NAME", help="after --export: upload it to this hub repository")
     parser.add_argument("--prompt", default="The capital of France is", help="text to continue with the loaded model")
     args = parser.parse_args()
     teacher, tokenizer = load_teacher(args.teacher)
+    if args.push and not args.export:
+        raise BadInput(f"--push {args.push}: give --export FOLDER too, it is what is uploaded")
+    if args.export:
+        export(teacher, tokenizer, args.export)
+        return print(f"written: {args.export}" + (f", uploaded: {push(args.export, args.push)}" if args.push else ""))
     if set(teacher.config.mixers) == {"softmax"}:
         student = linearize(teacher, args.mixer, window=args.window)
         report(student)
@@ -847,6 +1054,16 @@ def main():
             cache = 4 * sum(block.mixer.state_size(T) for block in teacher.blocks)
             print(f"  at {T:>6} tokens: KV cache {cache / 2**20:8.1f} MiB, state {state / 2**20:6.1f} MiB (float32)")
     stream(teacher, tokenizer, args.prompt, 30)
+
+
+def push(folder, name):
+    """Upload a folder to the hub, private; -> its address."""
+    from huggingface_hub import HfApi
+
+    with reading(f"--push {name}", "check the network, the name, and your token (hf auth login)"):
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        return api.upload_folder(folder_path=folder, repo_id=name)
 
 
 def report(student):

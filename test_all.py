@@ -872,6 +872,44 @@ def test_oracle_families(tmp_path, name):
         assert (student(ids)[0] - ours(ids)[0]).abs().max() < 1e-4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_oracle_export_of_softmax(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    kind, sizes = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**sizes, bos_token_id=1, eos_token_id=2)
+    theirs = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM"))(config).eval()
+    for p in theirs.parameters():
+        p += 0.1 * torch.randn_like(p)
+    theirs.save_pretrained(tmp_path / "in")
+    tokenizer_json(tmp_path / "in")
+    surgery.export(*surgery.load_teacher(tmp_path / "in"), tmp_path / "out")
+    again, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.randint(3, 300, (2, 60))
+    assert type(again) is type(theirs) and (again(ids).logits - theirs(ids).logits).abs().max() < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer, options", [("gated_delta", {}), ("retnet", dict(window=4, keep=(1,))), ("rwkv7", {})])
+def test_oracle_export_of_a_student(tmp_path, mixer, options):
+    transformers = pytest.importorskip("transformers")
+    teacher, tokenizer = tiny_teacher()
+    student = surgery.linearize(teacher, mixer, **options)
+    surgery.export(student, tokenizer, tmp_path / "out")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs, ids = load(tmp_path / "out", trust_remote_code=True).eval(), torch.randint(0, 257, (2, 30))
+    assert (theirs(ids).logits - student(ids)[0]).abs().max() < 1e-5
+    greedy = theirs.generate(ids[:1, :9], max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert greedy[0, 9:].tolist() == list(student.generate(ids[0, :9].tolist(), 20))
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids[:1, :9]], 1)
+    mask = (torch.arange(12) >= 3).long()[None]
+    left = theirs.generate(padded, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert left[0, 12:].tolist() == greedy[0, 9:].tolist()
+    made = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert made(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
+
+
 def kind_of(w, quant):
     """Matrices are quantised, the rest is not."""
     return importlib.import_module("gguf").GGMLQuantizationType[quant if w.dim() == 2 else "F32"]
@@ -1002,11 +1040,12 @@ def test_oracle_tokenizers(tmp_path, kind):
         (tmp_path / "tokenizer.json").unlink()
     g = torch.Generator().manual_seed(0)
     anything = ["".join(chr(c) for c in torch.randint(32, 0xD7FF, (20,), generator=g).tolist()) for _ in range(50)]
-    again = surgery.load_tokenizer(tmp_path)
+    again, out = surgery.load_tokenizer(tmp_path), type(made).from_str(ours.to_json())
+    out.encode_special_tokens = True
     for text in [*TEXTS, Path(train.__file__).read_text()[:5000], *anything]:
         made.encode_special_tokens = True
         ids = made.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text) == again.encode(text) == ids
+        assert ours.encode(text) == again.encode(text) == ids == out.encode(text, add_special_tokens=False).ids
         if kind != "qwen":  # which brings text to NFC first
             assert ours.decode(ids) == again.decode(ids) == text
         made.encode_special_tokens = False
