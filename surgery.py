@@ -937,7 +937,8 @@ class NanoLinearForCausalLM(PreTrainedModel, GenerationMixin):
         return {"input_ids": new, "state": state, "attention_mask": attention_mask}
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *more, **also):
-        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *more, **also) | {"state": outputs.state}
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *more, **also)
+        return model_kwargs | {"state": outputs.state}
 """
 
 
@@ -973,19 +974,12 @@ def export(model, tokenizer, folder):
     if kind == "nanolinear":
         here = Path(__file__).parent
         (folder / "modeling_nanolinear.py").write_text(MODELING)
-        for source, target, end in (
-            ("kernels", "kernels", None),
-            ("mixers", "mixers", "python mixers.py"),
-            ("surgery", "transformer", "the tokenizer"),
-        ):
+        ends = {"kernels": None, "mixers": "python mixers.py", "surgery": "the tokenizer"}
+        for source, end in ends.items():  # up to the section that the Transformer does not need
             text = (here / f"{source}.py").read_text(encoding="utf-8")
-            text = (
-                text[: text.index(f"# ------------------------------------------------------------------ {end}")]
-                if end
-                else text
-            )
+            text = text.split(f"# {'-' * 66} {end}")[0] if end else text
             text = re.sub(r"^from (kernels|mixers) import", r"from .\1 import", text, flags=re.M)
-            (folder / f"{target}.py").write_text(text, encoding="utf-8")
+            (folder / f"{source.replace('surgery', 'transformer')}.py").write_text(text, encoding="utf-8")
 
 
 def family_of(c):
@@ -1011,17 +1005,16 @@ def outward(weights, c, kind):
                     torch.cat(three).T if part == "weight" else torch.cat(three)
                 )
     fields = {keys[gpt2]: getattr(c, name) for name, keys in FIELDS.items() if keys[gpt2] and name != "rope_base"}
-    fields |= (
-        {} if gpt2 else {"rope_parameters": {"rope_type": "default"} | c.rope_scaling | {"rope_theta": c.rope_base}}
-    )
-    fields |= {"attention_bias": "o" in c.biases, "mlp_bias": "mlp" in c.biases} if not gpt2 else {}
-    full = ["full_attention" if i in c.not_sliding or not c.sliding else "sliding_attention" for i in range(c.layers)]
-    fields |= (
-        {"sliding_window": c.sliding or None, "use_sliding_window": bool(c.sliding), "layer_types": full}
-        if not gpt2
-        else {}
-    )
-    fields |= {"no_rope_layers": [int(i not in c.no_rope) for i in range(c.layers)]} if kind == "smollm3" else {}
+    if gpt2:
+        return out, fields
+    fields |= {"rope_parameters": {"rope_type": "default"} | c.rope_scaling | {"rope_theta": c.rope_base}}
+    fields |= {"attention_bias": "o" in c.biases, "mlp_bias": "mlp" in c.biases, "pad_token_id": None}
+    fields |= {"sliding_window": c.sliding or None, "use_sliding_window": bool(c.sliding)}
+    if kind == "smollm3":
+        fields["no_rope_layers"] = [int(i not in c.no_rope) for i in range(c.layers)]
+    if kind != "mistral":
+        see = {True: "sliding_attention", False: "full_attention"}
+        fields["layer_types"] = [see[bool(c.sliding) and i not in c.not_sliding] for i in range(c.layers)]
     return out, fields
 
 
