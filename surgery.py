@@ -855,31 +855,6 @@ def load(folder, *, dtype=None, device=None):
 
 # ------------------------------------------------------------------ out, to transformers
 
-OUT = {  # our names -> Hugging Face's, by family: (pattern, replacement), each in turn
-    "llama": [
-        (r"^blocks\.", "model.layers."),
-        (r"norm1", "input_layernorm"),
-        (r"norm2", "post_attention_layernorm"),
-        (r"mixer\.([qkvo])\.", r"self_attn.\1_proj."),
-        (r"mixer\.", "self_attn."),
-        (r"mlp\.(\w+)\.", r"mlp.\1_proj."),
-        (r"^embed", "model.embed_tokens"),
-        (r"^norm", "model.norm"),
-        (r"^head", "lm_head"),
-    ],
-    "gpt2": [
-        (r"^blocks\.", "transformer.h."),
-        (r"norm([12])", r"ln_\1"),
-        (r"mixer\.o", "attn.c_proj"),
-        (r"mixer\.", "attn."),
-        (r"mlp\.up", "mlp.c_fc"),
-        (r"mlp\.down", "mlp.c_proj"),
-        (r"^embed", "transformer.wte"),
-        (r"^places", "transformer.wpe"),
-        (r"^norm", "transformer.ln_f"),
-        (r"^head", "lm_head"),
-    ],
-}
 MODELING = """# Made by nanoLinear's surgery.py; kernels.py, mixers.py and transformer.py beside it are that project's.
 from dataclasses import dataclass
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -990,20 +965,31 @@ def family_of(c):
     return next((kind for kind, is_it in odd.items() if is_it), "llama")
 
 
+def their_name(name, gpt2):
+    """A weight's name in a Hugging Face file: NAMES read backwards."""
+    stem, kind = name.rsplit(".", 1)
+    for theirs, _, ours in NAMES:
+        if ours is None or (theirs.startswith(GPT2) != gpt2 and theirs != "lm_head"):
+            continue
+        if match := re.fullmatch(re.escape(ours).replace(r"\\1", r"(\d+)").replace(r"\\2", r"(\w+)"), stem):
+            found = theirs.replace(LLAMA, "model.").replace(GPT2, "transformer.").replace("\\.", ".")
+            for group in match.groups():
+                found = re.sub(r"\([^)]*\)", group, found, count=1)
+            if re.fullmatch(theirs, found):
+                return f"{found}.{kind}"
+
+
 def outward(weights, c, kind):
     """Weights and the fields of config.json as transformers has them."""
     gpt2, out = kind == "gpt2", {}
+    for i in range(c.layers) if gpt2 else ():
+        for part in ("weight", "bias"):
+            weights[f"blocks.{i}.mixer.qkv.{part}"] = torch.cat(
+                [weights.pop(f"blocks.{i}.mixer.{n}.{part}") for n in "qkv"]
+            )
     for name, w in weights.items():
-        for pattern, new in OUT["gpt2" if gpt2 else "llama"]:
-            name = re.sub(pattern, new, name)
+        name = their_name(name, gpt2)
         out[name] = w.T if gpt2 and ".c_" in name and w.dim() == 2 else w
-    if gpt2:
-        for i in range(c.layers):
-            for part in ("weight", "bias"):
-                three = [out.pop(f"transformer.h.{i}.attn.{n}.{part}") for n in "qkv"]
-                out[f"transformer.h.{i}.attn.c_attn.{part}"] = (
-                    torch.cat(three).T if part == "weight" else torch.cat(three)
-                )
     fields = {keys[gpt2]: getattr(c, name) for name, keys in FIELDS.items() if keys[gpt2] and name != "rope_base"}
     if gpt2:
         return out, fields
