@@ -434,11 +434,8 @@ class Mixer(Heads):
         state: what came back for the tokens before x (None at the start); it holds S, the last inputs of the
         convolution, the window and the position, and its size does not grow.
         """
-        if (
-            x.dim() != 3
-            or 0 in x.shape
-            or (mask is not None and (mask.shape != x.shape[:2] or mask.dtype != torch.bool))
-        ):
+        wrong = mask is not None and (mask.dtype, mask.shape) != (torch.bool, x.shape[:2])
+        if wrong or x.dim() != 3 or 0 in x.shape:
             got = (*x.shape,), None if mask is None else (mask.dtype, (*mask.shape,))
             raise ValueError(f"x, mask: wanted (B, T, {self.width}), none of them 0, and booleans (B, T), got {got}")
         if mask is None:
