@@ -1,9 +1,10 @@
 """Stages and recipes: what a student is asked to match, in which order, and what may change meanwhile.
 
 A stage's loss is a function (student, teacher, tokens, backward=None, **options) -> dict of means per token. Each one
-but `ce` is exactly 0 for student = teacher. Without `backward`, dict["loss"] carries the graph. With backward=(a
-function of a scalar) a stage hands over each layer's or block of tokens' share as soon as it exists, so that memory
-grows neither with depth (attention, hidden) nor with tokens × vocabulary (logits, ce), and the dict holds numbers.
+but `ce`, and `logits` with ce > 0, is exactly 0 for student = teacher. Without `backward`, dict["loss"] carries the
+graph. With backward=(a function of a scalar) a stage hands over each layer's or block of tokens' share as soon as it
+exists, so that memory grows neither with depth (attention, hidden) nor with tokens × vocabulary (logits, ce), and the
+dict holds numbers.
 
 A recipe is a row of data: its stages in order. A new stage is a function here and an entry in STAGES.
 Nothing here steps an optimizer, reads a file or prints.
@@ -165,7 +166,7 @@ RECIPES = {
         Stage("hidden", 0.053, 2e-3, trains="blocks"),
         Stage("logits", 0.921, 3e-4, "linear", options={"kl": 1.0, "ce": 1.0}),
     ],
-    "default": [  # after `calibrate`, which is the attention stage's optimum in W_o; every token goes to KL
+    "default": [  # after `calibrate`, which fits W_o to the attention stage's loss; every token goes to KL
         Stage("logits", 1.0, 7e-4, "linear"),
     ],
     "pretrain": [  # next-token prediction, from scratch

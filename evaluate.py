@@ -215,7 +215,7 @@ def print_mixers(T=2048):
         each = 4 + (cls.decay in ("head", "channel")) + {"delta": 2, "own key": 4}.get(cls.write, 0)
         moved = 2 * weights + (4 if name == "softmax" else 8) * state
         row = f"{name:<12}{cls.decay:<9}{cls.write:<9}{new:>9,}{state:>9,}{(2 * weights + S * each) / 1e6:>7.2f}"
-        source = re.search(r"arXiv ([\d.]+\d)", cls.__doc__)[1]
+        source = re.search(r"arXiv ([\d.]+\d)|$", cls.__doc__ or "")[1] or ""
         print(f"{row}{moved / 1e6:>7.2f}{(loop - fast).abs().max():>8.0e}  {source}")
 
 

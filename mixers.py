@@ -7,7 +7,9 @@
     one per head     retnet, supra, mamba2, xlstm            gated_delta
     one per channel  gla, metala, hgrn2, dfw                 kda
 
-Off the grid: softmax is the teacher's row; rwkv7 (a decay per channel) erases at another key than it writes to.
+Unrolled without decay, o_t = Σ_{i ≤ t} (q_t·k_i) v_i is attention without the softmax; a feature map φ brings φ(q)·φ(k)
+nearer to exp(q·k). A channel is one of the K of a key. Off the grid: softmax is the teacher's row; rwkv7 (a decay per
+channel) erases at another key than it writes to.
 
 Read in this order: the definition (`recurrent`; kernels.py has the same answer by matmuls), what surrounds a cell
 (feature maps, decays, the window of a hybrid), the `Mixer` around it, then one short subclass per mixer.
@@ -356,7 +358,8 @@ class Mixer(Heads):
     """q, k, v projections -> short convolution -> φ -> the cell -> norm, gate -> output projection.
 
     A mixer is a subclass: `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into
-    the arguments of `scan` by name, `defaults` sets options; `decay` and `write` are its labels in the grid.
+    the arguments of `scan` by name, `defaults` sets options; `decay` and `write` are its labels in the grid. A `Decay`
+    called self.fade is applied and calibrated without more words.
 
     Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), identity at start;
     qk_norm = q and k brought to length 1; rope = rotate them; feature = φ of them, a key of FEATURES; denominator =
@@ -541,7 +544,7 @@ def register(cls):
 
 
 def build(name, config, **options):
-    """MIXERS[name] for one layer of `config` (width, heads, kv_heads, head_dim, rope_base, context)."""
+    """MIXERS[name] for one layer of `config`: width, heads, kv_heads, head_dim, rope_base, and what Heads may read."""
     if name not in MIXERS:
         raise ValueError(f"mixer {name!r}: wanted one of {', '.join(MIXERS)}")
     return MIXERS[name](config, **options)
@@ -687,7 +690,7 @@ class Mamba2(Mixer):
 
 @register
 class XLSTM(Mixer):
-    """mLSTM: keys times exp(i), decay sigmoid(f), both capped; o over max(|denominator|, 1) (arXiv 2405.04517 eq. 19).
+    """mLSTM: keys times exp(i), decay sigmoid(−f), both capped; o over max(|denominator|, 1) (arXiv 2405.04517 eq. 19).
 
     The cap (2503.13427) keeps exp(i) finite; the running maximum that stabilises the uncapped form cancels out. q and k
     start at length 1, so that the denominator starts below 1: with a teacher's lengths it changes sign and training
@@ -705,7 +708,7 @@ class XLSTM(Mixer):
 
 @register
 class GLA(Mixer):
-    """Decay per channel, sigmoid(W₂ W₁ x + b)^(1/16) at rank 16, gated (arXiv 2312.06635)."""
+    """Decay per channel, sigmoid(−W₂ W₁ x − b)^(1/16) at rank 16, gated (arXiv 2312.06635)."""
 
     decay, defaults = "channel", dict(gate="silu")
 
@@ -715,7 +718,7 @@ class GLA(Mixer):
 
 @register
 class DFW(Mixer):
-    """Decaying fast weights: decay sigmoid(W x + b) per channel of the keys, full rank (arXiv 2210.04243).
+    """Decaying fast weights: decay sigmoid(−W x − b) per channel of the keys, full rank (arXiv 2210.04243).
 
     The authors' code has a second decay, per channel of the values, which does not fit the grid.
     """

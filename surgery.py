@@ -8,7 +8,7 @@ Here live the Transformer of GPT-2 and of Llama's family, the names that other f
 tokenizer. It does NOT hold a mixer's maths (mixers.py) or a loss (distill.py).
 A new family of teachers: what it computes in Config and Block, where its files say so in FAMILIES, NAMES and FIELDS.
 
-`python surgery.py TEACHER --mixer delta` prints what is copied, new and left out, the state, and some text.
+`python surgery.py TEACHER --mixer delta` prints what is copied, new and left out, the state, and some text of TEACHER.
 """
 
 import argparse
@@ -1046,7 +1046,7 @@ def push(folder, name):
 
 
 def report(student):
-    """Print how many parameters were shared, copied and made new, by module, and the teacher's that have no place."""
+    """Print how many parameters were shared, copied, made new, by module, and how many of the teacher's have no place."""
     rows = {}
     for name, p in student.named_parameters():
         row = rows.setdefault((re.sub(r"blocks\.\d+\.", "blocks.*.", name), student.origin[name]), [0, 0])

@@ -74,12 +74,12 @@ def parser():
     g.add_argument("--keep", default="", help="layers left softmax, as 0,8,16 (default none)")
     g.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a mixer's option, as conv=0")
     g = p.add_argument_group("data")
-    g.add_argument("--data", help="text, jsonl or parquet file, folder, or hub name (default: installed documentation)")
+    g.add_argument(
+        "--data", help="text, jsonl or parquet file, folder, or hub name (default: docstrings of Python, torch, numpy)"
+    )
     g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
     g = p.add_argument_group("training")
-    g.add_argument(
-        "--recipe", choices=RECIPES, help="stages and rates (default: default; hybrid with --window or --keep)"
-    )
+    g.add_argument("--recipe", choices=RECIPES, help="stages and rates (default: default; hybrid with --window)")
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
     g.add_argument(
         "--batch", type=int, help="sequences a step (default 1: steps count more than batch; pretraining 16)"
@@ -124,7 +124,7 @@ def read_flags():
     if args.mixer not in MIXERS:
         near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
-    hybrid, scratch = args.window or args.keep, args.teacher == "none"
+    hybrid, scratch = args.window, args.teacher == "none"
     if (args.size in SMALL) != scratch and (scratch or not args.teacher):
         raise BadInput(
             f"--size {args.size} --teacher {args.teacher}: {', '.join(SMALL)} go with --teacher none, which pretrains "
@@ -268,7 +268,7 @@ def prepare(args, tokenizer, needed):
     windows = torch.from_numpy(np.concatenate(parts)[: n * args.context]).view(n, args.context)
     held = torch.arange(n) % 50 == min(n, 50) - 1
     shuffled = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))[:16]
-    name = args.data or "documentation of the installed packages"
+    name = args.data or "docstrings of Python, torch and numpy"
     took = f"{(n - int(held.sum())) * args.context:,} tokens to train on, {time.time() - start:.0f} s to read"
     print(f"data: {name}: {took}, {len(shuffled)} windows held out")
     return windows[~held], windows[held][shuffled].long()
