@@ -1046,7 +1046,7 @@ def push(folder, name):
 
 
 def report(student):
-    """Print how many parameters were shared, copied, made new, by module, and how many of the teacher's have no place."""
+    """Print how many parameters were shared, copied and made new, by module, and how many were left out."""
     rows = {}
     for name, p in student.named_parameters():
         row = rows.setdefault((re.sub(r"blocks\.\d+\.", "blocks.*.", name), student.origin[name]), [0, 0])
