@@ -844,17 +844,23 @@ FAMILIES = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FAMILIES)
-def test_oracle_families(tmp_path, name):
-    transformers = pytest.importorskip("transformers")
+def foreign(name, folder):
+    """A small random model of a family by transformers' own class, saved in folder with a tokenizer."""
+    transformers, (kind, sizes) = pytest.importorskip("transformers"), FAMILIES[name]
     torch.manual_seed(0)
-    kind, sizes = FAMILIES[name]
     config = getattr(transformers, f"{kind}Config")(**sizes, bos_token_id=1, eos_token_id=2)
     theirs = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM"))(config).eval()
     for p in theirs.parameters():  # biases and norms too
         p += 0.1 * torch.randn_like(p)
-    theirs.save_pretrained(tmp_path)
-    tokenizer_json(tmp_path)
+    theirs.save_pretrained(folder)
+    tokenizer_json(folder)
+    return theirs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_oracle_families(tmp_path, name):
+    theirs = foreign(name, tmp_path)
     ours, _ = surgery.load_teacher(tmp_path)
     for B, T in ((1, 1), (1, 37), (3, 100)):  # beyond the 32 tokens of the scaled ones
         ids = torch.randint(3, 300, (B, T))
@@ -868,22 +874,14 @@ def test_oracle_families(tmp_path, name):
     student = surgery.linearize(ours, "gla", window=128, sinks=0)  # all softmax once the recurrence is silent
     for block in student.blocks:
         block.mixer.scale.zero_()
-    if not config.to_dict().get("sliding_window"):
+    if not theirs.config.to_dict().get("sliding_window"):
         assert (student(ids)[0] - ours(ids)[0]).abs().max() < 1e-4
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_oracle_export_of_softmax(tmp_path, name):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    kind, sizes = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**sizes, bos_token_id=1, eos_token_id=2)
-    theirs = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM"))(config).eval()
-    for p in theirs.parameters():
-        p += 0.1 * torch.randn_like(p)
-    theirs.save_pretrained(tmp_path / "in")
-    tokenizer_json(tmp_path / "in")
+    transformers, theirs = pytest.importorskip("transformers"), foreign(name, tmp_path / "in")
     surgery.export(*surgery.load_teacher(tmp_path / "in"), tmp_path / "out")
     again, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.randint(3, 300, (2, 60))
     assert type(again) is type(theirs) and (again(ids).logits - theirs(ids).logits).abs().max() < 1e-5
