@@ -190,7 +190,23 @@ def random_maps(K, n=None, seed=0):
 
 
 def both(a, b):
+    """The two halves of a feature side by side."""
     return torch.cat([a, b], -1)
+
+
+def hadamard(z, y):
+    """(A z + a) ⊙ (B z + b) around z itself: y holds both maps less the identity and 1."""
+    return (z + y[0]) * (1 + y[1])
+
+
+def hedgehog(y):
+    """[softmax(y), softmax(−y)]."""
+    return both(y.softmax(-1), (-y).softmax(-1))
+
+
+def waves(y):
+    """[sin y, cos y]: φ(q)·φ(k) = Σ cos(q − k)."""
+    return both(y.sin(), y.cos())
 
 
 def taylor(y):
@@ -204,14 +220,14 @@ FEATURES = {
     "none": (None, False, lambda z, M, t: z),
     "relu": (None, True, lambda z, M, t: F.relu(z)),
     "elu": (None, True, lambda z, M, t: F.elu(z) + 1),  # 2006.16236
-    "hadamard": (lambda K: identity(K, 2) / 10, False, lambda z, M, t: (z + M(z)[0]) * (1 + M(z)[1])),  # 2504.14366
+    "hadamard": (lambda K: identity(K, 2) / 10, False, lambda z, M, t: hadamard(z, M(z))),  # 2504.14366
     "t2r": (identity, True, lambda z, M, t: F.relu(M(z)[0])),  # 2103.13076
-    "hedgehog": (identity, True, lambda z, M, t: both(M(z)[0].softmax(-1), (-M(z)[0]).softmax(-1))),  # 2402.04347
+    "hedgehog": (identity, True, lambda z, M, t: hedgehog(M(z)[0])),  # 2402.04347
     "rebased": (lambda K: torch.ones(1, K), True, lambda z, M, t: M(F.layer_norm(z, z.shape[-1:]))[0].square()),
     "taylor": (lambda K: random_maps(K, 16) / K**0.5, True, lambda z, M, t: taylor(M(2 * unit(z))[0])),  # 2402.18668
     "cosformer": (None, True, lambda z, M, t: both(F.relu(z) * t.cos(), F.relu(z) * t.sin())),  # 2202.08791
     "performer": (random_maps, True, lambda z, M, t: torch.exp(M(2 * unit(z))[0] - 2)),  # 2009.14794
-    "rfa": (random_maps, False, lambda z, M, t: both(M(2 * unit(z))[0].sin(), M(2 * unit(z))[0].cos())),  # 2103.02143
+    "rfa": (random_maps, False, lambda z, M, t: waves(M(2 * unit(z))[0])),  # 2103.02143
 }
 
 
@@ -369,8 +385,8 @@ class Mixer(Heads):
     learned scale per head; "shared" gives each token to one of both, so that the recurrence is the one of W tokens ago,
     and divides by one denominator, as the code of LoLCATs does (arXiv 2410.10254).
 
-    The papers have norm on. It is off here: a softmax head with nothing to say says 0, which a normed head cannot
-    (results/starts.md).
+    The papers have norm on. It is off here: a softmax head with nothing to say says 0, which a normed head cannot. Once
+    `calibrate` has fitted the scales both start alike (results/starts.md).
     """
 
     decay, write, defaults, signed = "none", "add", {}, False  # signed: its denominator may change sign
@@ -565,7 +581,7 @@ class Softmax(Mixer):
             raise ValueError(f"mixer 'softmax' takes no options, got {', '.join(options)}")
         H, kv, D = config.heads, config.kv_heads, config.head_dim
         Heads.__init__(self, config, (H, kv, kv), (H * D, kv * D, kv * D, H * D))
-        self.kv_heads, self.window, self.sliding = kv, 0, getattr(config, "sliding", 0)
+        self.kv_heads, self.sliding = kv, getattr(config, "sliding", 0)
 
     def rotated(self, x, position):
         """-> q (B, T, H, K), k, v (B, T, kv heads, K)."""
