@@ -5,7 +5,8 @@
     python evaluate.py 140m --tasks lambada --data-dir FOLDER       a teacher alone, items from local files
 
 A task is a row of TASKS: where its items are and how one becomes (context, choices, answer). Likelihoods only, zero
-shots. Results are printed and written to RUN/evaluation.json. Nothing here trains.
+shots. Results are printed and written to RUN/evaluation.json. `python mixers.py` has its table and its picture from
+here. Nothing here trains.
 """
 
 import difflib
@@ -223,7 +224,7 @@ SENTENCE = "The cat sat on the mat, and the dog sat on the rug. When the cat saw
 
 
 @torch.no_grad()
-def draw_mixers(path, teacher_name, text=SENTENCE, columns=5):
+def draw_mixers(path, teacher_name, columns=5):
     """One row a mixer at its start, the teacher's attention first: what some heads mix, each row of T over its largest.
 
     Red adds, blue takes away; the root of the value is drawn, so that small weights show.
@@ -234,7 +235,7 @@ def draw_mixers(path, teacher_name, text=SENTENCE, columns=5):
     import matplotlib.pyplot as plt
 
     teacher, tokenizer = load_teacher(teacher_name)
-    inputs = [x for _, x, *_ in layers(teacher, teacher, torch.tensor([tokenizer.encode(text)]))]
+    inputs = [x for _, x, *_ in layers(teacher, teacher, torch.tensor([tokenizer.encode(SENTENCE)]))]
     places = [(len(inputs) * (2 * i + 1) // (2 * columns), 2 * i % teacher.config.heads) for i in range(columns)]
     fig, axes = plt.subplots(len(MIXERS), columns, figsize=(2 * columns, 2 * len(MIXERS)), squeeze=False)
     for row, name in zip(axes, MIXERS):

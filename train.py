@@ -313,7 +313,10 @@ def flops_per_second(device, dtype):
 
 
 def memory(model, tokens_a_step, dtype):
-    """Bytes to expect at the peak: weights, gradients, moments, teacher, activations (measured, delta at 140m)."""
+    """Bytes to expect at the peak: weights, gradients, moments, teacher, activations.
+
+    Fitted to delta at 140m; mixers that keep more for the backward pass need more (rwkv7 8.6 GiB where this says 4.7).
+    """
     c, size = model.config, sum(p.numel() for p in model.parameters())
     activations = 4 * tokens_a_step * c.layers * (16 * c.width + 4 * c.ffn)
     return (16 + dtype.itemsize) * size + activations + 16 * min(tokens_a_step, 512) * c.vocab + 2**30
@@ -414,13 +417,13 @@ def restore(folder, optimizer, student):
 
 
 def open_run(args):
-    """Make or reopen the folder of the run -> (folder, its newest checkpoint or None)."""
+    """-> (folder of the run, what its args.json says; {} for a new run)."""
     folder, kept = Path(args.out), ("resume", "out", "save_every")
     mine = {k: v for k, v in vars(args).items() if k not in kept}
     if not args.resume:
         if folder.exists():
             raise BadInput(f"--out {folder} exists; add --resume to continue it, or give another --out")
-        return folder, None
+        return folder, {}
     if not (folder / "args.json").exists():
         raise BadInput(f"--resume: no run in {folder}; leave out --resume to start one")
     theirs = read_json(folder / "args.json")
@@ -430,7 +433,7 @@ def open_run(args):
         if theirs.get(key) != value and not (key == "tokens" and value is None):
             raise BadInput(f"--resume: {folder} was started with {key} = {theirs.get(key)!r}, not {value!r}")
     args.tokens = theirs["tokens"]
-    return folder, find_checkpoint(folder)
+    return folder, theirs
 
 
 def record(folder, args, source, windows, tokens):
@@ -475,10 +478,8 @@ def train(args, folder, student, teacher, tokenizer, windows, held, stages, firs
                 bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
             if step % args.save_every == 0 or step == end:
                 with torch.no_grad(), evaluate.autocast(args.device, dtype):
-                    name = "kl" if teacher else "ce"
-                    there = STAGES["logits" if teacher else "ce"](student, teacher, held[:4].to(args.device))[
-                        name
-                    ].item()
+                    name, loss = ("kl", "logits") if teacher else ("ce", "ce")
+                    there = STAGES[loss](student, teacher, held[:4].to(args.device))[name].item()
                 seen = {"step": step, "tokens": step * args.batch * args.context, f"heldout_{name}": there}
                 log.write(json.dumps(seen) + "\n")
                 bar.write(f"step {step}: held-out {name.upper()} {there:.3f}")
@@ -572,13 +573,13 @@ def finish(args, folder, student, teacher, tokenizer, held, dtype, minutes):
 
 def models(args):
     """-> (teacher or None, tokenizer, student)."""
-    torch.manual_seed(args.seed)
     if args.teacher == "none":
         named = args.tokenizer not in (None, "bytes")
         tokenizer = load_teacher(args.tokenizer)[1] if named else bytes_tokenizer()
         given = options_of(args) | ({"window": args.window} if args.window else {})
         if given.pop("keep"):
             raise BadInput(f"--keep {args.keep}: a model from scratch has the same mixer in every layer")
+        torch.manual_seed(args.seed)
         with reading(f"--mixer {args.mixer} --option {args.option}", "see README's table of options"):
             student = from_scratch(args.size, args.family, tokenizer, args.mixer, args.context, **given)
         return None, tokenizer, student.to(args.device)
@@ -594,13 +595,13 @@ def models(args):
 def main():
     """One run, from its flags to its scoreboard."""
     args, began = read_flags(), time.time()
-    folder, newest = open_run(args)
+    folder, begun = open_run(args)
+    newest = find_checkpoint(folder) if begun else None
     dtype, why = evaluate.precision(args.device, args.precision)
     matmuls = f"{str(dtype).removeprefix('torch.')} matmuls: {why}"
     print(f"device: {args.device}, {torch.get_num_threads()} threads; {matmuls}; state in float32")
     teacher, tokenizer, student = models(args)
     source = student.config.source
-    begun = read_json(folder / "args.json") if folder.exists() else {}
     if begun and begun.get("source") != source:
         raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
     recipe = [dataclasses.replace(stage, lr=args.lr or stage.lr) for stage in RECIPES[args.recipe]]
@@ -618,7 +619,7 @@ def main():
     announce(args, student, stages, rate, dtype, len(windows))
     if newest:
         student = load(newest, device=args.device)[0]
-    elif not folder.exists():
+    elif not begun:
         record(folder, args, source, windows, held)
     if not newest and args.calibrate:
         with evaluate.autocast(args.device, dtype):
