@@ -261,6 +261,7 @@ def parser():
     p.add_argument("--baseline", help="teacher to stand beside it (default: the run's own)")
     p.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="matmuls (default auto)")
     p.add_argument("--prompt", help="also continue this text, greedily")
+    p.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     return p
 
 
@@ -303,7 +304,7 @@ def main():
             rows.append((f"{task} ({len(items)})", theirs, score(model, tokenizer, task, items, device=device)))
         print(scoreboard(held, rows))
         if args.prompt:
-            stream(model, tokenizer, args.prompt, 60)
+            stream(model, tokenizer, args.prompt, 60, chat=args.chat)
     if recorded:  # scores of other tasks, from before, stay
         file = folder / "evaluation.json"
         before = read_json(file).get("tasks", []) if file.exists() else []

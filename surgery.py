@@ -271,14 +271,17 @@ class Tokenizer:
     """Byte-level BPE through tiktoken. ranks: bytes -> id; special: text -> id; eos separates documents.
 
     bos: the id that a text starts with in this model, or None. form: Unicode normal form to bring text to, or None.
+    stops: the ids that end a text or a turn. chat: what `dialogue` needs, or None.
     Single bytes without a token of their own (SmolLM2 lacks 21) are dropped by `encode`, as in Hugging Face's BPE.
     """
 
-    def __init__(self, ranks, split, special, eos, bos=None, form=None):
+    kept = ("split", "special", "eos", "bos", "form", "stops", "chat")  # by `save`, beside the ranks
+
+    def __init__(self, ranks, split, special, eos, bos=None, form=None, stops=(), chat=None):
         import tiktoken
 
         self.ranks, self.split, self.special, self.eos, self.bos, self.form = ranks, split, special, eos, bos, form
-        self.stops = {eos, special.get("<|im_end|>", eos)}  # what ends a text, or a turn
+        self.stops, self.chat = sorted({eos, special.get("<|im_end|>", eos), *stops}), chat
         self.known = {*ranks.values(), *special.values()}
         self.vocab = max(self.known) + 1
         missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
@@ -308,7 +311,7 @@ class Tokenizer:
     def save(self, folder):
         lines = (b64encode(token).decode() + f" {i}" for token, i in self.ranks.items())
         Path(folder, "tokenizer.tiktoken").write_text("\n".join(lines) + "\n")
-        rest = {name: getattr(self, name) for name in ("split", "special", "eos", "bos", "form")}
+        rest = {name: getattr(self, name) for name in self.kept}
         Path(folder, "tokenizer_config.json").write_text(json.dumps(rest, indent=1))
 
     def to_json(self):
@@ -346,13 +349,14 @@ class Tokenizer:
 class Library:
     """What tiktoken cannot hold, such as the SentencePiece models of Llama 2 and Mistral: a tokenizer.json as it is."""
 
-    def __init__(self, text, eos, bos=None):
+    def __init__(self, text, eos, bos=None, stops=(), chat=None):
         try:
             import tokenizers
         except ImportError:
             raise BadInput("tokenizer.json: not a byte-level BPE that tiktoken holds; pip install tokenizers") from None
         self.text, self.eos, self.bos, self.made = text, eos, bos, tokenizers.Tokenizer.from_str(text)
-        self.stops, self.vocab = {eos}, max(self.made.get_vocab(with_added_tokens=True).values()) + 1
+        self.stops, self.chat = sorted({eos, *stops}), chat
+        self.vocab = max(self.made.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text, *, special=False):
         self.made.encode_special_tokens = not special
@@ -366,7 +370,49 @@ class Library:
 
     def save(self, folder):
         Path(folder, "tokenizer.json").write_text(self.text, encoding="utf-8")
-        Path(folder, "tokenizer_config.json").write_text(json.dumps({"eos": self.eos, "bos": self.bos}))
+        rest = {name: getattr(self, name) for name in ("eos", "bos", "stops", "chat")}
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(rest))
+
+
+def dialogue(tokenizer, messages, *, reply=True):
+    """Messages [{"role": "user", "content": …}, …] as this model's chat template writes them -> text.
+
+    Read it with encode(special=True). reply: end where the assistant speaks next. Templates are strangers' programs:
+    jinja2's sandbox runs them.
+    """
+    import datetime
+
+    import jinja2.sandbox
+
+    if not tokenizer.chat:
+        raise BadInput("this tokenizer has no chat template: its model was not tuned on chats; leave out --chat")
+    place = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(words):
+        raise jinja2.TemplateError(words)
+
+    place.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+    place.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+    template, names = tokenizer.chat["template"], {k: v for k, v in tokenizer.chat.items() if k != "template"}
+    for word, plain in (("generation", "if true"), ("endgeneration", "endif")):  # marks answers for trainers
+        template = re.sub(rf"{{%(-?)\s*{word}\s*(-?)%}}", rf"{{%\1 {plain} \2%}}", template)
+    with reading("the chat template", "leave out --chat"):
+        return place.from_string(template).render(messages=messages, add_generation_prompt=reply, **names)
+
+
+def read_chat(folder):
+    """The chat template of a Hugging Face folder, and the tokens it names -> dict, or None."""
+    about, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    about = read_json(about) if about.exists() else {}
+    template = file.read_text(encoding="utf-8") if file.exists() else about.get("chat_template")
+    if isinstance(template, list):
+        template = next((row["template"] for row in template if row.get("name") == "default"), None)
+    if not template:
+        return None
+    words = {k: about[k] for k in ("bos_token", "eos_token", "unk_token", "pad_token") if about.get(k)}
+    return {"template": template} | {k: w if isinstance(w, str) else w["content"] for k, w in words.items()}
 
 
 def load_tokenizer(folder):
@@ -377,15 +423,21 @@ def load_tokenizer(folder):
     return Library(Path(folder, "tokenizer.json").read_text(encoding="utf-8"), **rest)
 
 
-def read_tokenizer(folder, eos):
-    """Hugging Face's tokenizer.json, or vocab.json and merges.txt -> Tokenizer, or Library where that is not exact."""
+def read_tokenizer(folder, raw):
+    """Hugging Face's tokenizer.json, or vocab.json and merges.txt -> Tokenizer, or Library where that is not exact.
+
+    raw: config.json, which says what ends a text.
+    """
+    ends = raw.get("eos_token_id") or 0
+    eos, *stops = ends if isinstance(ends, list) else [ends]
+    more = {"stops": stops, "chat": read_chat(folder)}
     if not (folder / "tokenizer.json").exists():
         if not (folder / "merges.txt").exists():
             raise BadInput(f"{folder}: no tokenizer.json in it, and no vocab.json with merges.txt; get one of them")
         tokens, text = read_json(folder / "vocab.json"), (folder / "merges.txt").read_text(encoding="utf-8")
         merges = [line for line in text.split("\n") if line and not line.startswith("#version")]
         special = {t: i for t, i in tokens.items() if t == "<|endoftext|>"}
-        return Tokenizer.from_merges(tokens, merges, SPLITS["gpt-2"], special, eos)
+        return Tokenizer.from_merges(tokens, merges, SPLITS["gpt-2"], special, eos, **more)
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     data = json.loads(text)
     model, special = data["model"], {t["content"]: t["id"] for t in data.get("added_tokens", [])}
@@ -396,11 +448,11 @@ def read_tokenizer(folder, eos):
     known = split and model.get("type", "BPE") == "BPE" and (not form or form.get("type") in ("NFC", "NFKC"))
     try:
         if known:
-            form = form and form["type"]
-            return Tokenizer.from_merges(model["vocab"], model["merges"], split, special, eos, bos=bos, form=form)
+            more |= {"bos": bos, "form": form and form["type"]}
+            return Tokenizer.from_merges(model["vocab"], model["merges"], split, special, eos, **more)
     except BadInput:  # ids do not follow the merges
         pass
-    return Library(text, eos, bos)
+    return Library(text, eos, bos, more["stops"], more["chat"])
 
 
 def split_of(pre):
@@ -506,6 +558,16 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
         return assemble(config, weights, source, dtype, device), tokenizer
 
 
+def teacher_tokenizer(name_or_path):
+    """The tokenizer of what `load_teacher` takes, without its weights."""
+    path, _ = locate(str(name_or_path))
+    ours = path.is_dir() and find_checkpoint(path)
+    with reading(path):
+        if path.suffix == ".gguf":
+            return gguf_tokenizer(gguf_fields(path)[1])
+        return load_tokenizer(ours) if ours and is_ours(ours) else read_tokenizer(path, read_json(path / "config.json"))
+
+
 def from_scratch(size, family, tokenizer, mixer="softmax", context=512, **options):
     """A new Transformer of SMALL's `size`, Llama's or GPT-2's style, every layer `mixer`; weights from torch's seed."""
     layers, width, heads, ffn = SMALL[size]
@@ -562,6 +624,7 @@ def from_hub(name, offline=False):
     from huggingface_hub.utils import HfHubHTTPError
 
     wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "vocab.json", "merges.txt"]
+    wanted += ["tokenizer_config.json", "chat_template.jinja"]
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=offline))
         if not list(folder.glob("*.safetensors")):  # an old repository: pickles, read as plain tensors
@@ -598,8 +661,7 @@ def read_folder(folder, source):
     for file in weight_files(folder):
         weights |= rename(read_weights(file), 0, source)
     config = hf_config(raw, source, tied="head.weight" not in weights)
-    eos = raw.get("eos_token_id") or 0
-    return config, weights, read_tokenizer(folder, eos[0] if isinstance(eos, list) else eos)
+    return config, weights, read_tokenizer(folder, raw)
 
 
 def weight_files(folder):
@@ -703,6 +765,25 @@ def read_gguf(path, source):
     """A GGUF of Llama's or GPT-2's architecture -> (Config, weights, Tokenizer)."""
     import gguf
 
+    reader, fields = gguf_fields(path)
+    kind, tokenizer = fields["general.architecture"], gguf_tokenizer(fields)
+    raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
+    known = FAMILIES["gpt2"]({}) if kind == "gpt2" else {"rope_scaling": gguf_scaling(fields, raw)}
+    fields.setdefault("attention.layer_norm_rms_epsilon", fields.get("attention.layer_norm_epsilon"))
+    vocab = len(fields["tokenizer.ggml.tokens"])
+    config = read_config(fields, 2, vocab=vocab, tied="output.weight" not in raw, source=source, **known)
+    weights = rename(raw, 1, source)
+    for name, w in weights.items() if kind == "llama" else ():
+        if which := re.search(r"mixer\.([qk])\.", name):  # (head, pair, half) -> (head, half, pair)
+            rows = w.unflatten(0, (config.heads if which[1] == "q" else config.kv_heads, -1, 2))
+            weights[name] = rows.transpose(1, 2).flatten(0, 2)
+    return config, weights, tokenizer
+
+
+def gguf_fields(path):
+    """-> (reader, metadata without the architecture's prefix), of an architecture and a tokenizer that are known."""
+    import gguf
+
     reader = gguf.GGUFReader(path)
     kind = reader.fields["general.architecture"].contents()
     fields = {name.removeprefix(f"{kind}."): field.contents() for name, field in reader.fields.items()}
@@ -713,22 +794,20 @@ def read_gguf(path, source):
     ):
         if fields.get(field) not in known:
             raise BadInput(f"{path}: {field} = {fields.get(field)!r} is not read; wanted {' or '.join(known)}")
-    raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
-    names, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    known = FAMILIES["gpt2"]({}) if kind == "gpt2" else {"rope_scaling": gguf_scaling(fields, raw)}
-    fields.setdefault("attention.layer_norm_rms_epsilon", fields.get("attention.layer_norm_epsilon"))
-    config = read_config(fields, 2, vocab=len(names), tied="output.weight" not in raw, source=source, **known)
-    weights = rename(raw, 1, source)
-    for name, w in weights.items() if kind == "llama" else ():
-        if which := re.search(r"mixer\.([qk])\.", name):  # (head, pair, half) -> (head, half, pair)
-            rows = w.unflatten(0, (config.heads if which[1] == "q" else config.kv_heads, -1, 2))
-            weights[name] = rows.transpose(1, 2).flatten(0, 2)
+    return reader, fields
+
+
+def gguf_tokenizer(fields):
+    """The tokenizer in a GGUF's metadata, with its chat template if there is one."""
+    names, about = fields["tokenizer.ggml.tokens"], lambda key: fields.get(f"tokenizer.ggml.{key}")
     tokens = {t: i for i, t in enumerate(names)}
-    special = {t: i for t, i in tokens.items() if kinds[i] == 3}  # 3: control
-    eos = special.get("<|endoftext|>", fields.get("tokenizer.ggml.eos_token_id", 0))
-    bos = fields.get("tokenizer.ggml.bos_token_id") if fields.get("tokenizer.ggml.add_bos_token") else None
-    split, merges = SPLITS[fields["tokenizer.ggml.pre"]], fields["tokenizer.ggml.merges"]
-    return config, weights, Tokenizer.from_merges(tokens, merges, split, special, eos, bos=bos)
+    special = {t: i for t, i in tokens.items() if about("token_type")[i] == 3}  # 3: control
+    bos, end = about("bos_token_id"), about("eos_token_id") or 0
+    chat = {"template": fields.get("tokenizer.chat_template"), "eos_token": names[end]}
+    chat |= {} if bos is None else {"bos_token": names[bos]}
+    more = {"bos": bos if about("add_bos_token") else None, "stops": [end], "chat": chat if chat["template"] else None}
+    eos = special.get("<|endoftext|>", end)
+    return Tokenizer.from_merges(tokens, about("merges"), SPLITS[about("pre")], special, eos, **more)
 
 
 def gguf_scaling(fields, raw):
@@ -945,6 +1024,10 @@ def export(model, tokenizer, folder):
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     name = {i: text for text, i in getattr(tokenizer, "special", {}).items()}.get(tokenizer.eos)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name}
+    if tokenizer.chat:
+        about |= {"chat_template": tokenizer.chat["template"]} | {
+            k: tokenizer.chat[k] for k in tokenizer.chat if k != "template"
+        }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     if kind == "nanolinear":
         here = Path(__file__).parent
@@ -1018,6 +1101,7 @@ def main():
     parser.add_argument("--export", metavar="FOLDER", help="write the model as it is for transformers, and stop")
     parser.add_argument("--push", metavar="NAME", help="after --export: upload it to this hub repository")
     parser.add_argument("--prompt", default="The capital of France is", help="text to continue with the loaded model")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     args = parser.parse_args()
     teacher, tokenizer = load_teacher(args.teacher)
     if args.push and not args.export:
@@ -1032,7 +1116,7 @@ def main():
         for T in (1024, 8192, 32768, 131072):
             cache = 4 * sum(block.mixer.state_size(T) for block in teacher.blocks)
             print(f"  at {T:>6} tokens: KV cache {cache / 2**20:8.1f} MiB, state {state / 2**20:6.1f} MiB (float32)")
-    stream(teacher, tokenizer, args.prompt, 30)
+    stream(teacher, tokenizer, args.prompt, 30, chat=args.chat)
 
 
 def push(folder, name):
@@ -1057,12 +1141,13 @@ def report(student):
     print("  " + ", ".join(f"{o} {n:,}" for o, n in sums.items()) + f"; left out {len(student.left_out)}")
 
 
-def stream(model, tokenizer, prompt, count, **how):
-    """Print prompt and what the model makes of it, as it comes."""
-    print(prompt, end="", flush=True)
-    done, shown = [], ""
-    ids = [] if tokenizer.bos is None else [tokenizer.bos]
-    ids += tokenizer.encode(prompt, special=True) or [tokenizer.eos]
+def stream(model, tokenizer, prompt, count, *, chat=False, **how):
+    """Print prompt and what the model makes of it, as it comes; chat: the prompt is a user's turn, then a reply."""
+    print(prompt, end="\n" if chat else "", flush=True)
+    done, shown, first = [], "", tokenizer.bos
+    text = dialogue(tokenizer, [{"role": "user", "content": prompt}]) if chat else prompt
+    ids = tokenizer.encode(text, special=True) or [tokenizer.eos]
+    ids = ids if first in (None, ids[0]) else [first, *ids]
     ids = ids[: model.config.context] if model.config.learned else ids
     for token in model.generate(ids, count, stop=tokenizer.stops, **how):
         done.append(token)

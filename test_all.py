@@ -933,7 +933,8 @@ def write_gguf(path, kind, weights, fields, quant, vocab):
     writer.add_token_merges(["t h"])
     for name, w in weights.items():
         q = kind_of(w, quant)
-        writer.add_tensor(name, gguf.quants.quantize(w.numpy(), q), raw_dtype=q)
+        data = w.numpy() if w.dtype == torch.uint8 else gguf.quants.quantize(w.numpy(), q)
+        writer.add_tensor(name, data, raw_dtype=q)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -985,6 +986,54 @@ def test_oracle_gguf(tmp_path, kind, quant):
     assert list(ours.generate([5, 6, 7], 20)) == greedy[0, 3:].tolist()
 
 
+def scale_and_least(s):
+    """The 8 scales and 8 minima, 6 bits each, in the 12 bytes of a Q4_K block."""
+    first, second, high = s[:, 0:4], s[:, 4:8], s[:, 8:12]
+    scale = torch.cat([first & 63, (high & 15) | (first >> 6 << 4)], 1)
+    return scale, torch.cat([second & 63, (high >> 4) | (second >> 6 << 4)], 1)
+
+
+def q4_k(raw):
+    """Blocks of 144 bytes -> 256 numbers each, by the layout in ggml-common.h (block_q4_K)."""
+    d, least = raw[:, :4].contiguous().view(torch.float16).float().split(1, 1)
+    (scale, m), q = scale_and_least(raw[:, 4:16].int()), raw[:, 16:].int().unflatten(1, (4, 32))
+    q = torch.stack([q & 15, q >> 4], 2).flatten(1, 2)  # (n, 8, 32)
+    return ((d * scale)[..., None] * q - (least * m)[..., None]).flatten(1)
+
+
+def q6_k(raw):
+    """Blocks of 210 bytes -> 256 numbers each (block_q6_K): 4 low bits, 2 high ones, 16 scales in int8."""
+    low, high = raw[:, :128].int().unflatten(1, (2, 2, 32)), raw[:, 128:192].int().unflatten(1, (2, 1, 32))
+    low = torch.cat([low & 15, low >> 4], 2)  # (n, 2, 4, 32)
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 2)
+    d, scale = raw[:, 208:].contiguous().view(torch.float16).float(), raw[:, 192:208].view(torch.int8).float()
+    return ((low | high << 4) - 32).flatten(1) * (d * scale).repeat_interleave(16, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quant, size, formula", [("Q4_K", 144, q4_k), ("Q6_K", 210, q6_k)])
+def test_gguf_k_quants(tmp_path, quant, size, formula):
+    sizes = {"token_embd": 300, "blk.0.attn_q": 256, "blk.0.attn_k": 128, "blk.0.attn_v": 128, "blk.0.attn_output": 256}
+    sizes |= {"blk.0.ffn_gate": 256, "blk.0.ffn_up": 256, "blk.0.ffn_down": 256}
+    weights = {f"{name}.weight": torch.ones(256) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")}
+    g, wanted = torch.Generator().manual_seed(0), {}
+    for name, rows in sizes.items():
+        raw = torch.randint(0, 256, (rows, size), generator=g, dtype=torch.uint8)
+        place = slice(0, 4) if quant == "Q4_K" else slice(208, 210)
+        raw[:, place] = torch.rand(rows, (place.stop - place.start) // 2, generator=g).half().view(torch.uint8)
+        weights[f"{name}.weight"], wanted[name] = raw, formula(raw)
+    fields = {"embedding_length": 256, "block_count": 1, "attention.head_count": 4, "attention.head_count_kv": 2}
+    fields |= {"feed_forward_length": 256, "context_length": 64, "attention.layer_norm_rms_epsilon": 1e-6}
+    write_gguf(tmp_path / "k.gguf", "llama", weights, fields, quant, 300)
+    model, _ = surgery.load_teacher(tmp_path / "k.gguf")
+    block = model.blocks[0]
+    close(model.embed.weight.data, wanted["token_embd"], 1e-6)
+    close(block.mixer.v.weight.data, wanted["blk.0.attn_v"], 1e-6)
+    close(block.mlp.down.weight.data, wanted["blk.0.ffn_down"], 1e-6)
+    q = wanted["blk.0.attn_q"].unflatten(0, (4, 32, 2)).transpose(1, 2).flatten(0, 2)
+    close(block.mixer.q.weight.data, q, 1e-6)
+
+
 TEXTS = [
     "It's 1234,5  and\n\n x\t7 8's 漢字 🙂\r\n   end  ",
     "año e\u0301 \u00e9 ½ <s> </s> <|end|>",
@@ -1030,7 +1079,7 @@ def odd_tokenizers(kind):
 def test_oracle_tokenizers(tmp_path, kind):
     made = odd_tokenizers(kind)
     made.save(str(tmp_path / "tokenizer.json"))
-    ours = surgery.read_tokenizer(tmp_path, 1)
+    ours = surgery.read_tokenizer(tmp_path, {"eos_token_id": 1})
     assert isinstance(ours, surgery.Library) == (kind == "sentencepiece")
     assert ours.bos == (0 if kind in ("llama 3", "sentencepiece") else None)
     ours.save(tmp_path)
@@ -1050,10 +1099,69 @@ def test_oracle_tokenizers(tmp_path, kind):
         assert ours.encode(text, special=True) == made.encode(text, add_special_tokens=False).ids
 
 
+def test_oracle_any_text_comes_back(tmp_path):
+    hypothesis = pytest.importorskip("hypothesis")
+    made = {kind: odd_tokenizers(kind) for kind in ("gpt2", "llama 3")}
+    ours = {"bytes": surgery.bytes_tokenizer()}
+    for kind, theirs in made.items():
+        theirs.encode_special_tokens = True
+        theirs.save(str(tmp_path / "tokenizer.json"))
+        ours[kind] = surgery.read_tokenizer(tmp_path, {})
+
+    @hypothesis.settings(deadline=None, max_examples=500, derandomize=True, database=None)
+    @hypothesis.given(hypothesis.strategies.text())
+    def back(text):
+        for kind, tokenizer in ours.items():
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text and max(ids, default=0) < tokenizer.vocab
+            assert kind == "bytes" or ids == made[kind].encode(text, add_special_tokens=False).ids
+
+    back()
+
+
+CHATS = {  # of my own, each with what a family's templates use
+    "marks": "{%- for m in messages %}{{ '<s>' + m['role'] + '\n' + m.content | trim + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
+    "turns": "{{ bos_token }}{% for m in messages %}\n  {% if loop.index0 > 1 and m.role == 'system' %}"
+    "{{ raise_exception('late system') }}{% endif %}\n  {% if m.role == 'user' %}[Q] {{ m.content }} [/Q]"
+    "{% elif loop.last and not add_generation_prompt %}{% break %}{% else %} {{ m.content }}{{ eos_token }}"
+    "{% endif %}\n{% endfor %}",
+    "answers": "{% set day = strftime_now('%Y') %}{{ day }}{{ messages | tojson }}{% for m in messages %}"
+    "{%- if m.role == 'assistant' -%}\n {%- generation -%} {{ m.content }} {%- endgeneration -%}\n{% endif %}"
+    "{% endfor %}",
+}
+TALK = [{"role": "system", "content": " Be <brief>, \u00e9 \n"}, {"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.mark.parametrize("kind, name", list(itertools.product(("gpt2", "sentencepiece"), CHATS)))
+def test_oracle_chat_templates(tmp_path, kind, name):
+    transformers = pytest.importorskip("transformers")
+    how = dict(bos_token="<s>", eos_token="</s>", chat_template=CHATS[name])
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=odd_tokenizers(kind), **how)
+    theirs.save_pretrained(tmp_path)
+    ours = surgery.read_tokenizer(tmp_path, {"eos_token_id": 1})
+    ours.save(tmp_path / ".")
+    for tokenizer in (ours, surgery.load_tokenizer(tmp_path)):
+        for reply, talk in itertools.product((True, False), (TALK, [*TALK, {"role": "assistant", "content": "4"}])):
+            text = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=reply)
+            assert surgery.dialogue(tokenizer, talk, reply=reply) == text
+            ids = theirs(text, add_special_tokens=False)["input_ids"]
+            assert tokenizer.encode(text, special=True) == ids
+
+
+def test_templates_are_strangers():
+    tokenizer = surgery.bytes_tokenizer()
+    for template in (None, "{{ messages.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{% if %}"):
+        tokenizer.chat = template and {"template": template}
+        with pytest.raises(surgery.BadInput, match="chat template"):
+            surgery.dialogue(tokenizer, TALK)
+
+
 def test_oracle_vocabulary_and_merges(tmp_path):
     made = odd_tokenizers("gpt2")
     made.model.save(str(tmp_path))
-    ours = surgery.read_tokenizer(tmp_path, 1)
+    ours = surgery.read_tokenizer(tmp_path, {"eos_token_id": [1, 2]})
+    assert (ours.eos, ours.stops) == (1, [1, 2])
     made.encode_special_tokens = True
     for text in TEXTS[:2]:
         assert ours.encode(text) == made.encode(text).ids and ours.decode(ours.encode(text)) == text

@@ -54,6 +54,7 @@ from surgery import (
     report,
     save,
     stream,
+    teacher_tokenizer,
 )
 
 # ------------------------------------------------------------------ flags
@@ -575,7 +576,7 @@ def models(args):
     """-> (teacher or None, tokenizer, student)."""
     if args.teacher == "none":
         named = args.tokenizer not in (None, "bytes")
-        tokenizer = load_teacher(args.tokenizer)[1] if named else bytes_tokenizer()
+        tokenizer = teacher_tokenizer(args.tokenizer) if named else bytes_tokenizer()
         given = options_of(args) | ({"window": args.window} if args.window else {})
         if given.pop("keep"):
             raise BadInput(f"--keep {args.keep}: a model from scratch has the same mixer in every layer")
