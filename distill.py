@@ -1,10 +1,10 @@
 """Stages and recipes: what a student is asked to match, in which order, and what may change meanwhile.
 
-A stage's loss is a function (student, teacher, tokens, backward=None, **options) -> dict of means per token. Each one
-but `ce`, and `logits` with ce > 0, is exactly 0 for student = teacher. Without `backward`, dict["loss"] carries the
-graph. With backward=(a function of a scalar) a stage hands over each layer's or block of tokens' share as soon as it
-exists, so that memory grows neither with depth (attention, hidden) nor with tokens × vocabulary (logits, ce), and the
-dict holds numbers.
+A stage's loss is a function (student, teacher, tokens, backward=None, **options) -> dict of means over sequences, all
+of one length. Each one but `ce`, `sft`, and `logits` with ce > 0, is exactly 0 for student = teacher. Without
+`backward`, dict["loss"] carries the graph. With backward=(a function of a scalar) a stage hands over each layer's or
+block of tokens' share as soon as it exists, so that memory grows neither with depth (the first four) nor with
+tokens × vocabulary (the others), and the dict holds numbers.
 
 A recipe is a row of data: its stages in order. A new stage is a function here and an entry in STAGES.
 Nothing here steps an optimizer, reads a file or prints.
@@ -14,52 +14,92 @@ import dataclasses
 import math
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+import torch.nn.utils.parametrize as parametrize
 
 from mixers import wide
 
 # ------------------------------------------------------------------ stages
 
 
+def matrix(student, teacher, tokens, backward=None):
+    """A mixer's token-mixing matrix against the teacher's attention, both made of the teacher's hidden states.
+
+    Mean over layers, sequences and heads of ‖M_student − M_teacher‖_F / ‖M_teacher‖_F (MOHAWK 2408.10189 eq. 4; the
+    division makes lengths and heads comparable). W_v and W_o have no part in it.
+    """
+    losses = []
+    for theirs, (ours, x, *_) in zip(teacher.blocks, layers(student, teacher, tokens)):
+        with torch.no_grad():
+            A = theirs.mixer.matrix(x)
+        error = root((ours.mixer.matrix(x) - A).square().sum((-1, -2))) / A.square().sum((-1, -2)).sqrt()
+        losses.append(share(error.mean() / len(teacher.blocks), backward))
+    return {"loss": sum(losses), "matrix": sum(losses)}
+
+
+def weights(student, teacher, tokens, backward=None):
+    """Rows of attention weights against the teacher's, for mixers whose rows are weights: positive, over their sum.
+
+    Mean over layers, heads and tokens of KL(teacher ‖ student) (Hedgehog 2402.04347 eq. 5, whose cross-entropy is this
+    and the teacher's own entropy).
+    """
+    losses = []
+    for theirs, (ours, x, *_) in zip(teacher.blocks, layers(student, teacher, tokens)):
+        with torch.no_grad():
+            A = wide(theirs.mixer.matrix(x)).clamp(min=1e-9)
+        M = wide(ours.mixer.matrix(x)).clamp(min=1e-9)
+        ratio = (A / M) * (M.sum(-1, keepdim=True) / A.sum(-1, keepdim=True))
+        losses.append(share((A * ratio.log()).sum(-1).mean() / len(teacher.blocks), backward))
+    return {"loss": sum(losses), "weights": sum(losses)}
+
+
 def attention(student, teacher, tokens, backward=None):
     """Mixer output against the teacher's attention output, both after W_o, both fed the teacher's hidden states.
 
-    Mean over layers of ‖y_student − y_teacher‖² / ‖y_teacher‖² (2504.14366 stage 1; LoLCATs 2410.10254 eq. 6; the
-    division makes layers and teachers comparable: 1 is as good as an output of 0).
+    Mean over layers and sequences of ‖y_student − y_teacher‖² / ‖y_teacher‖² (2504.14366 stage 1; LoLCATs 2410.10254
+    eq. 6; the division makes layers and teachers comparable: 1 is as good as an output of 0).
     """
     losses = []
     for ours, x, y, _, _ in layers(student, teacher, tokens):
-        error = (ours.mixer(x)[0] - y).square().sum() / y.square().sum()
-        losses.append(share(error / len(teacher.blocks), backward))
+        error = (ours.mixer(x)[0] - y).square().sum((1, 2)) / y.square().sum((1, 2))
+        losses.append(share(error.mean() / len(teacher.blocks), backward))
     return {"loss": sum(losses), "attention": sum(losses)}
 
 
 def hidden(student, teacher, tokens, backward=None):
     """A block's output against the teacher's next hidden state, fed the teacher's hidden state before it.
 
-    Mean over layers and tokens of ‖Block(h) − h_next‖₂ / rms ‖h_next‖₂ (MOHAWK 2408.10189 eq. 5; 2504.14366 stage 2).
+    Mean over layers and tokens of ‖Block(h) − h_next‖₂ / rms ‖h_next‖₂, the rms over a sequence (MOHAWK 2408.10189
+    eq. 5; 2504.14366 stage 2).
     """
     losses = []
     for ours, _, _, h, after in layers(student, teacher, tokens):
-        distance = (ours(h)[0] - after).square().sum(-1)
-        distance = torch.where(distance > 0, distance, 1).sqrt() * (distance > 0)  # the gradient of √0 is not finite
-        scale = after.square().sum(-1).mean().sqrt() * len(teacher.blocks)
+        distance = root((ours(h)[0] - after).square().sum(-1))
+        scale = after.square().sum(-1).mean(-1, keepdim=True).sqrt() * len(teacher.blocks)
         losses.append(share((distance / scale).mean(), backward))
     return {"loss": sum(losses), "hidden": sum(losses)}
 
 
-def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperature=1.0, block=512):
+def root(z):
+    """√z with a gradient of 0 at 0, where the true one is not finite."""
+    return torch.where(z > 0, z, 1).sqrt() * (z > 0)
+
+
+def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperature=1.0, block=512, learn=None):
     """kl · KL(teacher ‖ student) + ce · CE of the next token, reported apart (2504.14366 eq. 3; 1503.02531).
 
-    Every position but the last counts. The vocabulary is met `block` tokens at a time.
+    Every position but the last counts, or those before the tokens that `learn` (B, T) marks. The vocabulary is met
+    `block` tokens at a time.
     """
+    kept = slice(None) if learn is None else learn[:, 1:].flatten()
     with torch.no_grad():
-        target = teacher.trunk(tokens)[0][:, :-1].flatten(0, 1) if kl else None
-    h = student.trunk(tokens)[0][:, :-1].flatten(0, 1)
+        target = teacher.trunk(tokens)[0][:, :-1].flatten(0, 1)[kept] if kl else None
+    h = student.trunk(tokens)[0][:, :-1].flatten(0, 1)[kept]
     leaf = h.detach().requires_grad_() if backward and h.requires_grad else h
-    total, sums = 0.0, {"kl": 0.0, "ce": 0.0}
-    following = tokens[:, 1:].flatten()
-    weights = kl / len(h), ce / len(h)
+    total, sums = 0.0 if len(h) else share(h.sum() * 0, backward), {"kl": 0.0, "ce": 0.0}
+    following = tokens[:, 1:].flatten()[kept]
+    weights = kl / max(len(h), 1), ce / max(len(h), 1)
     for at in range(0, len(h), block):
         rows = slice(at, at + block)
         with torch.no_grad():
@@ -67,7 +107,7 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
         loss, *both = Divergence.apply(student.head(leaf[rows]), wanted, following[rows], *weights, temperature)
         total = total + share(loss, backward)
         sums = {name: sums[name] + value / len(h) for name, value in zip(sums, both)}
-    if leaf is not h:
+    if leaf is not h and len(h):
         h.backward(leaf.grad)
     return {"loss": total} | sums
 
@@ -115,7 +155,18 @@ def ce(student, teacher, tokens, backward=None, *, block=512):
     return {"loss": losses["loss"], "ce": losses["ce"]}
 
 
-STAGES = {"attention": attention, "hidden": hidden, "logits": logits, "ce": ce}
+def sft(student, teacher, tokens, backward=None, *, learn=None, block=512):
+    """Cross-entropy of the assistant's tokens alone, those that `learn` (B, T) marks (instruction tuning)."""
+    losses = logits(student, teacher, tokens, backward, kl=0.0, ce=1.0, block=block, learn=learn)
+    return {"loss": losses["loss"], "sft": losses["ce"]}
+
+
+STAGES = {f.__name__: f for f in (matrix, weights, attention, hidden, logits, ce, sft)}
+
+
+def unmark(tokens):
+    """Tokens of chats, where what is read but not learned stands as ~id -> (ids, learn (B, T), or None if all are)."""
+    return (tokens, None) if tokens.min() >= 0 else (torch.where(tokens < 0, ~tokens, tokens), tokens >= 0)
 
 
 def layers(student, teacher, tokens):
@@ -148,8 +199,9 @@ def share(loss, backward):
 class Stage:
     """One row of a recipe: which loss, its fraction of the tokens, its learning rate and schedule, and what trains.
 
-    trains: "mixers" (but none that stayed softmax) | "blocks" | "all".
-    schedule: "wsd" (flat, then down to 0 over the last fifth) | "cosine" (to a tenth) | "linear" (to 0).
+    schedule: a row of SCHEDULES, from lr down to floor · lr, after a warm-up over a share `warmup` of the steps.
+    trains: a row of TRAINS. rates: {role: factor on lr}, a role being "trunk", "mixer" or "new" as in `role`.
+    lora: rank of a low-rank change of q, k, v and o, trained instead of them (0: none). context: times --context.
     """
 
     loss: str
@@ -157,40 +209,128 @@ class Stage:
     lr: float
     schedule: str = "wsd"
     trains: str = "all"
+    floor: float = 0.0
+    warmup: float = 0.05
+    rates: dict = dataclasses.field(default_factory=dict)
+    lora: int = 0
+    context: int = 1
     options: dict = dataclasses.field(default_factory=dict)
 
 
-RECIPES = {
-    "haller": [  # 2504.14366 section 4: 3B to 10B tokens, context 512
-        Stage("attention", 0.026, 2e-4, trains="mixers"),
+SCHEDULES = {  # done: share of the stage's steps; cuts: how often its held-out loss has come to rest
+    "wsd": lambda done, cuts: min(1.0, (1 - done) / 0.2),  # flat, then down over the last fifth
+    "cosine": lambda done, cuts: 0.5 + 0.5 * math.cos(math.pi * done),
+    "linear": lambda done, cuts: 1 - done,
+    "constant": lambda done, cuts: 1.0,
+    "plateau": lambda done, cuts: 0.5**cuts,
+}
+TRAINS = {  # which parameters, by name; those of layers kept softmax train under "blocks" and "all" only
+    "new": lambda name: role(name) == "new",
+    "mixers": lambda name: role(name) != "trunk",
+    "blocks": lambda name: name.startswith("blocks."),
+    "all": lambda name: True,
+    "lora": lambda name: ".parametrizations." in name and not name.endswith(".original"),
+}
+
+
+def role(name):
+    """ "mixer" (q, k, v, o and their norms, the teacher's), "new" (what a mixer has beside them), or "trunk"."""
+    _, found, part = name.partition(".mixer.")
+    return (
+        "trunk" if not found else "mixer" if part.split(".")[0] in ("q", "k", "v", "o", "q_norm", "k_norm") else "new"
+    )
+
+
+ALIGN = [Stage("attention", 0.026, 2e-4, trains="mixers"), Stage("hidden", 0.053, 2e-3, trains="blocks")]
+RECIPES = {  # rates are the papers' unless a comment says otherwise; they were set for 40M to 100B tokens
+    "haller": [*ALIGN, Stage("logits", 0.921, 3e-4, "linear", options={"ce": 1.0})],  # 2504.14366 section 4: 3B to 10B
+    "mohawk": [  # 2408.10189: 80M, 160M, 2.76B tokens; the rates are haller's
+        Stage("matrix", 0.027, 2e-4, trains="mixers"),
         Stage("hidden", 0.053, 2e-3, trains="blocks"),
-        Stage("logits", 0.921, 3e-4, "linear", options={"kl": 1.0, "ce": 1.0}),
+        Stage("logits", 0.92, 3e-4),
     ],
-    "default": [  # after `calibrate`, which fits W_o to the attention stage's loss; every token goes to KL
-        Stage("logits", 1.0, 7e-4, "linear"),
+    "supra": [
+        Stage("ce", 1.0, 3e-4, "cosine", floor=1 / 30)
+    ],  # 2405.06640: 1B models; 3e-5 to 1e-5 for 7B; 10B to 100B
+    "t2r": [Stage("ce", 1.0, 2.5e-4, "linear")],  # 2103.13076: swap, then finetune
+    "hedgehog": [  # 2402.04347: the maps learn the weights, then all finetunes
+        Stage("weights", 0.3, 1e-2, "plateau", trains="new"),
+        Stage("ce", 0.7, 6e-4, "linear"),
     ],
-    "pretrain": [  # next-token prediction, from scratch
-        Stage("ce", 1.0, 1e-3, "cosine"),
+    "lolcats": [  # 2410.10254: 40M tokens, beside --window 64 --option blend=shared
+        Stage("attention", 0.5, 1e-2, "plateau", trains="new"),
+        Stage("ce", 0.5, 1e-4, "plateau", trains="lora", lora=8),
     ],
-    "hybrid": [  # starts near (KL 0.26 with a 64-token window); 1e-4 brought it no nearer, 2e-5 to 0.25 (10k tokens)
-        Stage("logits", 1.0, 2e-5, "linear"),
+    "radlads": [  # 2505.03005: 100M, 500M, 100M tokens, the last at 16k
+        Stage("attention", 0.143, 1e-3, "cosine", trains="mixers", floor=0.01),
+        Stage("logits", 0.714, 1e-5, "constant"),
+        Stage("ce", 0.143, 1e-5, "constant", context=4),
     ],
+    "default": [Stage("logits", 1.0, 7e-4, "linear")],  # after `calibrate`, which solves W_o; every token goes to KL
+    "pretrain": [Stage("ce", 1.0, 1e-3, "cosine", floor=0.1)],  # from scratch
+    "sft": [Stage("sft", 1.0, 2e-5, "cosine", floor=0.1)],  # on chats
+    "hybrid": [Stage("logits", 1.0, 2e-5, "linear")],  # starts near; 1e-4 brought it no nearer (results/starts.md)
 }
 
 
 def trainable(student, trains):
     """Set requires_grad by a stage's `trains` -> the names of what trains (a tied head: its embedding's)."""
-    chosen = {"mixers": lambda n: ".mixer." in n, "blocks": lambda n: n.startswith("blocks."), "all": lambda n: True}
-    kept = [i for i, name in enumerate(student.config.mixers) if name == "softmax"] if trains == "mixers" else []
+    softmax = [i for i, name in enumerate(student.config.mixers) if name == "softmax"]
+    kept = [f"blocks.{i}." for i in softmax if trains not in ("blocks", "all")]
     names = []
     for name, p in student.named_parameters():
-        p.requires_grad_(chosen[trains](name) and not any(name.startswith(f"blocks.{i}.") for i in kept))
-        if p.requires_grad:
-            names.append(name)
+        p.requires_grad_(TRAINS[trains](name) and not any(name.startswith(start) for start in kept))
+        names += [name] if p.requires_grad else []
     return names
 
 
+def check_stage(stage, student):
+    """ValueError if this student has no such loss, or nothing that the stage trains."""
+    linear = [block.mixer for block in student.blocks if block.mixer.decay != "softmax"]
+    rows = [m.denominator and not m.signed and (not m.window or m.blend == "shared") for m in linear]
+    if stage.loss == "weights" and not all(rows):
+        raise ValueError("stage weights: wanted a mixer whose rows are weights, as hedgehog, t2r, rebased, based are")
+    if not linear and stage.trains not in ("blocks", "all"):
+        raise ValueError(f"stage {stage.loss} trains new mixers, and here are none; try --recipe supra")
+
+
+class LoRA(nn.Module):
+    """W + (α / r) B A in the place of W, B from 0 (arXiv 2106.09685 eq. 3); α = 2 r, as LoLCATs has it."""
+
+    def __init__(self, weight, rank, seed):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        A = torch.randn(rank, weight.size(1), generator=g) / weight.size(1) ** 0.5
+        self.A = nn.Parameter(A.to(weight))
+        self.B = nn.Parameter(weight.new_zeros(weight.size(0), rank))
+
+    def forward(self, W):
+        return W + 2 * self.B @ self.A
+
+
+def set_lora(student, rank):
+    """Give q, k, v, o of the linear mixers a LoRA of this rank; 0 merges those there are into the weights."""
+    for i, block in enumerate(student.blocks):
+        for j, name in enumerate("qkvo"):
+            linear = getattr(block.mixer, name)
+            if rank == 0 and parametrize.is_parametrized(linear):
+                parametrize.remove_parametrizations(linear, "weight")
+            elif rank and block.mixer.decay != "softmax" and not parametrize.is_parametrized(linear):
+                parametrize.register_parametrization(linear, "weight", LoRA(linear.weight, rank, 4 * i + j))
+
+
 # ------------------------------------------------------------------ calibration
+
+
+@torch.no_grad()
+def rank_layers(student, teacher, tokens):
+    """What softmax in one layer would gain -> [(KL on tokens with that layer the teacher's, layer)], least first."""
+    found = []
+    for i, (ours, theirs) in enumerate(zip(student.blocks, teacher.blocks)):
+        mine, ours.mixer = ours.mixer, theirs.mixer
+        found.append((logits(student, teacher, tokens)["kl"].item(), i))
+        ours.mixer = mine
+    return sorted(found)
 
 
 @torch.no_grad()
@@ -209,7 +349,8 @@ def calibrate(student, teacher, tokens, *, ridges=(0.03, 0.1, 0.3, 1.0, 3.0)):
             continue
         ours.mixer.remember(reach(theirs.mixer, x[:4]))
         O = fit_scale(ours.mixer, before_projection(theirs.mixer, x), x)
-        Y = y.cpu().double().flatten(0, 1)
+        by_sequence = y.double().square().sum((1, 2)).rsqrt().cpu().repeat_interleave(x.size(1))[:, None]
+        O, Y = O * by_sequence, y.cpu().double().flatten(0, 1) * by_sequence  # as the stage weighs them
         fits[ours.mixer.o.weight] = O.T @ O, O.T @ Y, ours.mixer.o.weight.clone()
 
     def fit(ridge):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from distill import layers, reach
+from distill import layers, reach, unmark
 from mixers import MIXERS, build
 from surgery import BadInput, Parser, cli, load_teacher, read_json, reading, transplant
 
@@ -54,6 +54,7 @@ def heldout(student, teacher, tokens, batch=4):
 
     In nats per token; agreement: the share of positions where both put the same token first. No teacher: "ce" alone.
     """
+    tokens = unmark(tokens)[0]
     rows = {"ce": []} | ({"teacher_ce": [], "kl": [], "agreement": []} if teacher else {})
     for x in tokens.split(batch):
         ours, theirs = (model and model.trunk(x)[0] for model in (student, teacher))

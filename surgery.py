@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -31,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mixers import MIXERS, Past, build, wide
 
@@ -183,7 +185,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, False  # True: blocks are computed again for their gradients, for memory
         self.embed = nn.Embedding(config.vocab, config.width)
         nn.init.normal_(self.embed.weight, std=0.02)  # a first loss near ln(vocab), not the 65 of std 1 and a tied head
         if config.learned:
@@ -208,8 +210,10 @@ class Transformer(nn.Module):
     def trunk(self, tokens, state=None, *, mask=None):
         """tokens (B, T) -> (final hidden states after the norm (B, T, width), state)."""
         h, new = self.embedded(tokens, state, mask), []
+        again = self.recompute and torch.is_grad_enabled()
         for block, old in zip(self.blocks, state or [None] * len(self.blocks)):
-            h, layer_state = block(h, old, mask)
+            call = functools.partial(checkpoint, block, use_reentrant=False) if again else block
+            h, layer_state = call(h, old, mask)
             new.append(layer_state)
         return self.norm(h), new
 
@@ -887,16 +891,25 @@ def transplant(attention, mixer):
     return mixer
 
 
+def plain_weights(model):
+    """name -> tensor, what parametrizes a weight (LoRA) merged into it and a tied head left out."""
+    found = {}
+    for name, w in model.state_dict().items():
+        stem, inside, part = name.partition(".parametrizations.weight.")
+        if inside and part == "original":
+            found[f"{stem}.weight"] = model.get_submodule(stem).weight.detach().contiguous()
+        elif not inside and not (name == "head.weight" and model.config.tied):
+            found[name] = w.contiguous()
+    return found
+
+
 def save(model, tokenizer, folder):
     """Write config.json, model.safetensors and the tokenizer into folder (made if need be)."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        k: w.contiguous() for k, w in model.state_dict().items() if not (k == "head.weight" and model.config.tied)
-    }
-    save_file(weights, folder / "model.safetensors")
+    save_file(plain_weights(model), folder / "model.safetensors")
     tokenizer.save(folder)
     (folder / "config.json").write_text(json.dumps({"nanolinear": 1} | dataclasses.asdict(model.config), indent=1))
 
@@ -1006,7 +1019,7 @@ def export(model, tokenizer, folder):
     folder, c = Path(folder), model.config
     if folder.exists():
         raise BadInput(f"--export {folder} exists; give another folder")
-    weights = {k: w.detach() for k, w in model.state_dict().items() if not (k == "head.weight" and c.tied)}
+    weights = plain_weights(model)
     kind = family_of(c) if set(c.mixers) == {"softmax"} else "nanolinear"
     raw = {"model_type": kind, "vocab_size": c.vocab, "tie_word_embeddings": c.tied, "eos_token_id": tokenizer.eos}
     raw |= {"bos_token_id": tokenizer.bos, "dtype": str(weights["embed.weight"].dtype).removeprefix("torch.")}

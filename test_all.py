@@ -4,6 +4,7 @@ pytest test_all.py                 what an outside library must confirm skips wh
 pytest test_all.py -m slow         kill -9, twenty times
 """
 
+import contextlib
 import copy
 import importlib
 import itertools
@@ -1246,7 +1247,7 @@ def test_softmax_student_is_the_teacher_bit_for_bit():
     for student in (surgery.linearize(teacher, "softmax"), surgery.linearize(teacher, "delta", keep=(0, 1))):
         assert torch.equal(student(ids)[0], teacher(ids)[0])
         for name, stage in distill.STAGES.items():
-            assert name == "ce" or sum(v for k, v in stage(student, teacher, ids).items() if k != "ce") == 0
+            assert name in ("ce", "sft") or sum(v for k, v in stage(student, teacher, ids).items() if k != "ce") == 0
 
 
 def test_untouched_layers_share_memory():
@@ -1444,6 +1445,95 @@ def test_losses_do_not_grow_with_the_batch(name):
     torch.testing.assert_close(one, two)
 
 
+class Rows:
+    """A teacher or a student of one layer whose mixer has this matrix, (1, H, T, T)."""
+
+    def __init__(self, matrix):
+        mixer = types.SimpleNamespace(matrix=lambda x: torch.tensor(matrix)[None], __call__=None)
+        self.blocks = [types.SimpleNamespace(mixer=mixer)]
+
+
+def test_matrix_and_weights_by_hand(monkeypatch):
+    student, teacher = Rows([[[0.8, 0.2], [0.5, 0.5]]]), Rows([[[1.0, 0.0], [0.25, 0.75]]])
+    monkeypatch.setattr(distill, "layers", lambda *_: [(student.blocks[0], None, None, None, None)])
+    far = math.sqrt(0.04 + 0.04 + 0.0625 + 0.0625) / math.sqrt(1 + 0.0625 + 0.5625)
+    assert distill.matrix(student, teacher, None)["matrix"].item() == pytest.approx(far, rel=1e-5)
+    kl = (math.log(1 / 0.8) + 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)) / 2
+    assert distill.weights(student, teacher, None)["weights"].item() == pytest.approx(kl, rel=1e-5)
+    scaled = Rows([[[8.0, 2.0], [0.05, 0.05]]])  # rows count by their shares
+    monkeypatch.setattr(distill, "layers", lambda *_: [(scaled.blocks[0], None, None, None, None)])
+    assert distill.weights(scaled, teacher, None)["weights"].item() == pytest.approx(kl, rel=1e-5)
+
+
+def test_sft_counts_answers_alone():
+    teacher, _ = tiny_teacher()
+    marked = torch.tensor([[5, 6, 7, 8, 9, 10], [~1, ~2, 3, 4, ~0, 6]])
+    marked[0] = ~marked[0]
+    marked[0, 4:] = torch.tensor([9, 10])
+    ids, learn = distill.unmark(marked)
+    assert ids.tolist() == [[5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 0, 6]] and learn.sum() == 5
+    log_p = teacher(ids)[0].log_softmax(-1)
+    wanted = -(log_p[0, 3, 9] + log_p[0, 4, 10] + log_p[1, 1, 3] + log_p[1, 2, 4] + log_p[1, 4, 6]) / 5
+    for backward in (None, lambda loss: loss.backward()):
+        assert distill.sft(teacher, None, ids, backward, learn=learn)["sft"].item() == pytest.approx(wanted.item())
+    empty = distill.sft(teacher, None, ids, lambda loss: loss.backward(), learn=learn & False)
+    assert empty["loss"].item() == 0
+    plain, none = distill.unmark(ids)
+    assert none is None and torch.equal(plain, ids)
+
+
+def test_lora_merges_into_the_weights():
+    student, ids = surgery.linearize(tiny_teacher()[0], "gla"), torch.randint(0, 257, (2, 20))
+    before, plain = student(ids)[0], {k: w.clone() for k, w in student.state_dict().items()}
+    distill.set_lora(student, 3)
+    assert torch.equal(student(ids)[0], before)  # B starts at 0
+    names = distill.trainable(student, "lora")
+    assert len(names) == 2 * 2 * 4 and sum(p.requires_grad for p in student.parameters()) == 16
+    for p in student.parameters():
+        p.data += 0.1 * torch.randn_like(p) * p.requires_grad
+    unmerged, told = student(ids)[0], surgery.plain_weights(student)
+    distill.set_lora(student, 0)
+    assert (student(ids)[0] - unmerged).abs().max() < 1e-6 and (unmerged - before).abs().max() > 1e-3
+    after = student.state_dict()
+    assert after.keys() == plain.keys() == told.keys() | {"head.weight"}
+    assert all(torch.equal(after[name], w) for name, w in told.items())
+    changed = {name for name in plain if not torch.equal(plain[name], after[name])}
+    assert changed == {f"blocks.{i}.mixer.{n}.weight" for i in range(2) for n in "qkvo"}
+
+
+def test_layers_are_ranked_by_what_softmax_gains():
+    teacher, _ = tiny_teacher(layers=3)
+    student, ids = surgery.linearize(teacher, "delta"), torch.randint(0, 257, (2, 20))
+    for i, block in enumerate(student.blocks):
+        block.mixer.o.weight.data *= (1, 40, 3)[i]
+    ranks = distill.rank_layers(student, teacher, ids)
+    for kl, i in ranks:
+        one = surgery.linearize(teacher, "delta")
+        for j, (ours, theirs) in enumerate(zip(one.blocks, student.blocks)):
+            ours.mixer = teacher.blocks[i].mixer if i == j else theirs.mixer
+        assert kl == pytest.approx(distill.logits(one, teacher, ids)["kl"].item(), rel=1e-5)
+    assert ranks == sorted(ranks) and len({kl for kl, _ in ranks}) == 3
+    assert all(block.mixer.decay == "none" for block in student.blocks)
+
+
+def test_schedules():
+    stage = lambda name, **more: distill.Stage("ce", 1.0, 2.0, name, warmup=0.1, **more)
+    ends = {
+        "wsd": (2, 1, 0),
+        "cosine": (1, 0.19, 0),
+        "linear": (1, 0.2, 0),
+        "constant": (2, 2, 2),
+        "plateau": (2, 2, 2),
+    }
+    for name, (half, late, last) in ends.items():
+        found = [train.rate_at(stage(name), done, 0) for done in (0.5, 0.9, 1.0)]
+        assert found[0] == pytest.approx(half) and found[2] == pytest.approx(last, abs=1e-9)
+        assert abs(found[1] - late) < 0.15 and train.rate_at(stage(name), 0.0, 0) == pytest.approx(0.02, rel=0.01)
+    assert train.rate_at(stage("cosine", floor=0.25), 1.0, 0) == 0.5
+    assert train.rate_at(stage("plateau"), 0.5, 3) == 0.25
+    assert [train.cuts_in(v) for v in ([], [3, 2, 1], [1, 2, 2], [1, 2, 2, 0, 1, 1], [2, 3, 1, 2])] == [0, 0, 1, 2, 0]
+
+
 def test_kl_and_ce_by_hand():
     class Fixed(torch.nn.Module):
         def __init__(self, rows):
@@ -1584,6 +1674,130 @@ def test_interrupted_is_uninterrupted(teacher_folder, tmp_path, monkeypatch):
     assert scores[0] == scores[1] and (tmp_path / "cut" / "loss.png").stat().st_size > 1000
 
 
+RECIPES = {
+    "haller": ["--mixer", "gated_delta"],
+    "mohawk": ["--mixer", "mamba2"],
+    "supra": ["--mixer", "supra"],
+    "t2r": ["--mixer", "t2r", "--recompute"],
+    "hedgehog": ["--mixer", "hedgehog"],
+    "lolcats": ["--mixer", "hedgehog", "--window", "4", "--option", "blend=shared"],
+    "radlads": [
+        "--mixer",
+        "rwkv7",
+        "--rates",
+        "new=3,trunk=0.5",
+        "--micro-batch",
+        "1",
+        "--tokens-per-step",
+        "32",
+        "--tokens",
+        "1280",
+    ],
+    "hybrid": ["--mixer", "delta", "--keep", "auto:1"],
+    "sft": ["--mixer", "kda", "--data", "CHATS"],
+}
+
+
+def chats(folder):
+    """A teacher that talks, and talks for it."""
+    teacher, tokenizer = tiny_teacher()
+    tokenizer.chat = {"template": CHATS["marks"]}
+    surgery.save(teacher, tokenizer, folder / "teacher")
+    talk = lambda i: [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}] * 2
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(200)))
+
+
+@pytest.mark.parametrize("recipe, more", RECIPES.items(), ids=RECIPES)
+def test_every_recipe_trains_what_it_says_and_resumes(tmp_path, monkeypatch, recipe, more):
+    chats(tmp_path)
+    more = ["--recipe", recipe, *(str(tmp_path / "chats.jsonl") if w == "CHATS" else w for w in more)]
+    step, seen, calls = train.one_step, {}, itertools.count()
+
+    def watched(run, tokens, stage, *rest):
+        frozen = {n: p.clone() for n, p in run.student.named_parameters() if not p.requires_grad}
+        before = {n: p.clone() for n, p in run.student.named_parameters() if p.requires_grad}
+        losses = step(run, tokens, stage, *rest)
+        after = dict(run.student.named_parameters())
+        assert all(torch.equal(after[n], w) for n, w in frozen.items())
+        moved = seen.setdefault(stage.loss, (before.keys(), set()))[1]
+        moved |= {n for n, w in before.items() if not torch.equal(after[n], w)}
+        if next(calls) == watched.dies:
+            raise KeyboardInterrupt
+        return losses
+
+    monkeypatch.setattr(train, "one_step", watched)
+    for watched.dies, out in ((None, "whole"), (31, "cut")):
+        calls = itertools.count()
+        words = command(tmp_path / "teacher", tmp_path / out, *more)
+        with pytest.raises(KeyboardInterrupt) if watched.dies else contextlib.nullcontext():
+            call(train, monkeypatch, *words)
+    watched.dies = None
+    call(train, monkeypatch, *words, "--resume")
+    whole, cut = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert seen.keys() == {stage.loss for stage in distill.RECIPES[recipe]}
+    for loss, (trained, moved) in seen.items():
+        still = trained - moved
+        if loss == "matrix":  # says nothing of values
+            still -= {n for n in still if re.search(r"mixer\.([vo]\.|gate|scale)", n)}
+        assert not still, (loss, still)
+
+
+def test_a_student_goes_on(tmp_path, monkeypatch, capsys):
+    chats(tmp_path)
+    call(train, monkeypatch, *command(tmp_path / "teacher", tmp_path / "run", "--mixer", "gla", "--option", "conv=0"))
+    more = ["--data", str(tmp_path / "chats.jsonl"), "--recipe", "sft", "--student", str(tmp_path / "run")]
+    words = [w for w in command(tmp_path / "teacher", tmp_path / "tuned", *more)]
+    with pytest.raises(surgery.BadInput, match="its own is kept; leave --mixer out"):
+        call(train, monkeypatch, *words, "--mixer", "kda")
+    call(train, monkeypatch, *words, "--calibrate", "0", "--lr", "1e-3")
+    a, b = weights_of(tmp_path / "run"), weights_of(tmp_path / "tuned")
+    assert a.keys() == b.keys() and not any("taps" in name for name in a)
+    rows = [r for r in train.rows_of(tmp_path / "tuned" / "metrics.jsonl") if "loss" in r]
+    assert rows[-1]["sft"] < rows[0]["sft"]
+
+
+def test_dry_run_writes_nothing(teacher_folder, tmp_path, monkeypatch, capsys):
+    words = command(teacher_folder, tmp_path / "run", "--recipe", "radlads", "--dry-run")
+    call(train, monkeypatch, *words)
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert not (tmp_path / "run").exists()
+    rows = {line[0]: line for line in told if line and line[0] in ("attention", "logits", "ce")}
+    assert [row[2] for row in rows.values()] == ["6", "29", "1"] and rows["ce"][3:6] == ["1", "×", "64"]
+
+
+def test_micro_batches_cost_memory_alone(teacher_folder, tmp_path, monkeypatch):
+    for loss in distill.STAGES:
+        grads = []
+        for micro in (1, 3, 4):
+            teacher, _ = tiny_teacher()
+            student = surgery.linearize(teacher, "hedgehog").double()
+            teacher = copy.deepcopy(tiny_teacher()[0]).double()
+            torch.manual_seed(1)
+            tokens = torch.randint(0, 257, (4, 16))
+            tokens = torch.where(torch.rand(4, 16) < 0.5, ~tokens, tokens)
+            args = types.SimpleNamespace(micro_batch=micro, device="cpu")
+            run = train.Run(args, None, student, teacher, None, None, None, None, torch.float32)
+            optimizer = train.optimizer_for(student, distill.Stage(loss, 1.0, 1e-3))
+            losses = train.one_step(run, tokens, distill.Stage(loss, 1.0, 1e-3), optimizer, 0.0)
+            grads.append((losses["loss"], [p.grad for p in student.parameters() if p.grad is not None]))
+        for loss_value, grad in grads[1:]:
+            assert loss_value == pytest.approx(grads[0][0], rel=1e-9)
+            for a, b in zip(grad, grads[0][1]):
+                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+def test_recomputed_blocks_have_the_same_gradients():
+    teacher, _ = tiny_teacher()
+    student, ids, grads = surgery.linearize(teacher, "kda").double(), torch.randint(0, 257, (2, 20)), []
+    for student.recompute in (False, True):
+        student.zero_grad()
+        distill.ce(student, None, ids, lambda loss: loss.backward())
+        grads.append([p.grad.clone() for p in student.parameters()])
+    for a, b in zip(*grads):
+        close(a, b, 1e-12)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_teacher_of_our_own(tmp_path, monkeypatch, capsys, family):
     monkeypatch.setitem(surgery.SMALL, "1m", (2, 32, 4, 48))
@@ -1592,7 +1806,7 @@ def test_a_teacher_of_our_own(tmp_path, monkeypatch, capsys, family):
     words.remove("2")
     call(train, monkeypatch, *words, "--tokens", "20k")
     rows = [json.loads(line) for line in (tmp_path / "teacher" / "metrics.jsonl").read_text().splitlines()]
-    told = [r["heldout_ce"] for r in rows if "heldout_ce" in r]
+    told = [r["value"] for r in rows if r.get("heldout") == "ce"]
     assert told[0] == pytest.approx(math.log(257), abs=0.3) and told[-1] < 0.8 * told[0]
     call(evaluate, monkeypatch, tmp_path / "teacher")
     call(train, monkeypatch, *command(tmp_path / "teacher", tmp_path / "student", "--mixer", "gated_delta"))
@@ -1679,7 +1893,7 @@ BAD = {
     "layer beyond": (["--keep", "7"], "go from 0 to 1"),
     "unknown option": (["--option", "colour=3"], "wanted one of conv"),
     "wrong option": (["--option", "gate=relu"], "wanted none, silu, sigmoid"),
-    "no number": (["--option", "conv"], "wanted 0,8,16 and NAME=VALUE"),
+    "no number": (["--option", "conv"], "wanted 0,8,16 or auto:4, and NAME=VALUE"),
     "no such device": (["--device", "abacus"], "try --device cpu"),
     "a size to pretrain": (["--size", "1m", "--teacher", "none", "--recipe", "default"], "has no teacher"),
     "a size without weights": (["--size", "140m", "--teacher", "none"], "go with --teacher none"),
@@ -1687,6 +1901,12 @@ BAD = {
     "one window": (["--calibrate", "1"], "at least 2"),
     "no tokens": (["--tokens", "0"], "wanted a number from"),
     "no context": (["--context", "0"], "wanted a number from"),
+    "no layers": (["--keep", "auto:0"], "wanted 0,8,16 or auto:4"),
+    "no role": (["--rates", "old=3"], "wanted factors of trunk, mixer or new"),
+    "rows that are no weights": (["--recipe", "hedgehog"], "wanted a mixer whose rows are weights"),
+    "nothing new to train": (["--mixer", "softmax", "--recipe", "haller"], "trains new mixers, and here are none"),
+    "answers without chats": (["--recipe", "sft"], "no chats in it"),
+    "no such student": (["--student", "missing"], "args.json"),
 }
 
 

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 import zlib
 from pathlib import Path
 
@@ -33,7 +34,19 @@ import torch
 from tqdm import tqdm
 
 import evaluate
-from distill import RECIPES, STAGES, calibrate, trainable
+from distill import (
+    RECIPES,
+    SCHEDULES,
+    STAGES,
+    Stage,
+    calibrate,
+    check_stage,
+    rank_layers,
+    role,
+    set_lora,
+    trainable,
+    unmark,
+)
 from mixers import MIXERS
 from surgery import (
     SIZES,
@@ -43,6 +56,7 @@ from surgery import (
     bytes_tokenizer,
     checkpoints,
     cli,
+    dialogue,
     find_checkpoint,
     from_scratch,
     is_hub_name,
@@ -72,26 +86,34 @@ def parser():
     )
     g.add_argument("--tokenizer", help="of --teacher none: a teacher's, or bytes (default)")
     g.add_argument("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0: none)")
-    g.add_argument("--keep", default="", help="layers left softmax, as 0,8,16 (default none)")
+    g.add_argument("--keep", default="", help="layers left softmax: 0,8,16, or auto:K, the K that gain most (none)")
     g.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a mixer's option, as conv=0")
+    g.add_argument(
+        "--student", metavar="RUN", help="go on from the student of a finished run, with another recipe or data"
+    )
     g = p.add_argument_group("data")
     g.add_argument(
-        "--data", help="text, jsonl or parquet file, folder, or hub name (default: docstrings of Python, torch, numpy)"
+        "--data",
+        help="text, jsonl, parquet, folder or hub name; rows of text or chats (default: docstrings of Python…)",
     )
     g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
     g = p.add_argument_group("training")
     g.add_argument("--recipe", choices=RECIPES, help="stages and rates (default: default; hybrid with --window)")
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
     g.add_argument(
-        "--batch", type=int, help="sequences a step (default 1: steps count more than batch; pretraining 16)"
+        "--tokens-per-step", type=count, help="(default --context: steps count more; pretraining 16 of them)"
     )
+    g.add_argument("--micro-batch", type=int, help="sequences at once, for memory alone (default: all of a step)")
+    g.add_argument("--recompute", action="store_true", help="gradient checkpointing: less memory, a third more work")
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
+    g.add_argument("--rates", default="", help="factors on it by role, as new=10,trunk=0.1; also mixer (default none)")
     g.add_argument("--calibrate", type=int, help="sequences to calibrate on first (default 16, a hybrid 0)")
     g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
     g = p.add_argument_group("run")
     g.add_argument("--out", help="folder of the run (default runs/MIXER-SIZE…)")
     g.add_argument("--resume", action="store_true", help="go on with the run in that folder")
     g.add_argument("--save-every", type=int, default=60, help="steps between checkpoints (default 60)")
+    g.add_argument("--dry-run", action="store_true", help="print the plan, and stop")
     g = p.add_argument_group("machine")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or mps")
     g.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of matmuls (default auto)")
@@ -111,7 +133,8 @@ RANGES = {
     "lr": (1e-9, 1),
     "tokens": (1, 10**13),
     "context": (2, 2**20),
-    "batch": (1, 2**20),
+    "tokens_per_step": (1, 2**30),
+    "micro_batch": (1, 2**20),
     "save_every": (1, 10**9),
     "window": (0, 2**20),
     "calibrate": (0, 2**20),
@@ -125,6 +148,8 @@ def read_flags():
     if args.mixer not in MIXERS:
         near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
+    if args.student:
+        take_student(args)
     hybrid, scratch = args.window, args.teacher == "none"
     if (args.size in SMALL) != scratch and (scratch or not args.teacher):
         raise BadInput(
@@ -134,8 +159,9 @@ def read_flags():
     args.recipe = args.recipe or ("pretrain" if scratch else "hybrid" if hybrid else "default")
     if scratch != (args.recipe == "pretrain"):
         raise BadInput(f"--recipe {args.recipe} --teacher {args.teacher}: pretrain, and it alone, has no teacher")
-    args.calibrate = (0 if hybrid or scratch else 16) if args.calibrate is None else args.calibrate
-    args.batch = args.batch or (16 if scratch else 1)
+    if args.calibrate is None:
+        args.calibrate = 0 if hybrid or scratch or args.student else 16
+    args.tokens_per_step = args.tokens_per_step or args.context * (16 if scratch else 1)
     for name, (low, high) in RANGES.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -146,8 +172,6 @@ def read_flags():
         raise BadInput(
             f"--window {args.window}: wanted at most --context {args.context}; a wider one would never slide"
         )
-    if args.mixer == "softmax" and args.recipe == "haller":
-        raise BadInput("--mixer softmax --recipe haller: its first stage trains new mixers, here are none; try default")
     with reading(f"--device {args.device}", "try --device cpu"):
         if torch.device(args.device).type not in ("cpu", "cuda", "mps"):
             raise ValueError("not cpu, cuda or mps")
@@ -157,17 +181,37 @@ def read_flags():
         raise BadInput(f"--tokenizer {args.tokenizer}: a teacher brings its own; leave it out")
     window = f"-w{args.window}" if args.window else ""
     teacher = args.size if scratch else Path(args.teacher).name.removesuffix(".gguf").lower()
-    args.out = args.out or f"runs/{args.mixer}-{teacher}{window}-s{args.seed}"
+    name = (
+        f"{Path(args.student).name}-{args.recipe}" if args.student else f"{args.mixer}-{teacher}{window}-s{args.seed}"
+    )
+    args.out = args.out or f"runs/{name}"
     return args
 
 
+def take_student(args):
+    """What --student says of its mixers and its teacher goes into the flags, which may not say otherwise."""
+    told, usual = read_json(Path(args.student) / "args.json"), parser().parse_args([])
+    for name in ("mixer", "window", "keep", "option"):
+        if getattr(args, name) != getattr(usual, name):
+            raise BadInput(
+                f"--student {args.student} --{name} {getattr(args, name)}: its own is kept; leave --{name} out"
+            )
+        setattr(args, name, told.get(name, getattr(usual, name)))
+    args.teacher = args.teacher or told.get("teacher")
+    args.recipe = args.recipe or "default"
+
+
 def options_of(args):
-    """--keep and --option as `linearize` takes them."""
+    """--keep and --option as `linearize` takes them; --keep auto:K is for later."""
     try:
-        keep = tuple(int(i) for i in args.keep.split(",") if i)
+        keep = tuple(int(i) for i in args.keep.split(",") if i and not args.keep.startswith("auto:"))
         options = {name: value_of(text) for name, text in (pair.split("=", 1) for pair in args.option)}
+        if args.keep.startswith("auto:") and int(args.keep[5:]) < 1:
+            raise ValueError
     except ValueError:
-        raise BadInput(f"--keep {args.keep!r}, --option {args.option}: wanted 0,8,16 and NAME=VALUE") from None
+        raise BadInput(
+            f"--keep {args.keep!r}, --option {args.option}: wanted 0,8,16 or auto:4, and NAME=VALUE"
+        ) from None
     for name in options.keys() & {"teacher", "mixer", "window", "keep"}:
         raise BadInput(f"--option {name}={options[name]}: this has a flag of its own, --{name}")
     return {"keep": keep} | options
@@ -179,11 +223,22 @@ def value_of(text):
     return words.get(text.lower(), int(text) if text.isdecimal() else text)
 
 
+def rates_of(args):
+    """--rates as Stage has it."""
+    try:
+        rates = {name: float(text) for name, text in (pair.split("=") for pair in args.rates.split(",") if pair)}
+        if rates.keys() - {"trunk", "mixer", "new"} or not all(0 <= r < math.inf for r in rates.values()):
+            raise ValueError
+    except ValueError:
+        raise BadInput(f"--rates {args.rates!r}: wanted factors of trunk, mixer or new, as new=10,trunk=0.1") from None
+    return rates
+
+
 # ------------------------------------------------------------------ data
 
 
 def documents(source):
-    """Yield texts: of a file, of every readable file of a folder, of a hub set, or of the installed documentation."""
+    """Yield texts or chats: of a file, of a folder's readable files, of a hub set, or of installed documentation."""
     path = Path(source or "")
     if source is None:
         yield from documentation()
@@ -202,26 +257,33 @@ def documents(source):
 
 
 def texts_of(path):
-    """The texts of one file: rows' 'text', or parts between lines <|endoftext|>."""
-    with reading(f"--data {path}", "give UTF-8 text, or rows with a 'text' field"):
+    """The texts of one file, or its chats: rows' 'text' or 'messages', or parts between lines <|endoftext|>."""
+    with reading(f"--data {path}", "give UTF-8 text, or rows with a field 'text' or 'messages'"):
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            found = pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist()
+            file = pyarrow.parquet.ParquetFile(path)
+            column = "messages" if "messages" in file.schema_arrow.names else "text"
+            found = (row for part in file.iter_batches(columns=[column]) for row in part[column].to_pylist())
         elif path.suffix == ".jsonl":
-            found = (json.loads(line)["text"] for line in path.open(encoding="utf-8") if line.strip())
+            found = (row_of(json.loads(line)) for line in path.open(encoding="utf-8") if line.strip())
         else:
             found = (part for part in path.read_text(encoding="utf-8-sig").split("\n<|endoftext|>\n") if part.strip())
         yield from found
 
 
+def row_of(row):
+    """The text or the chat of a row."""
+    return row["messages"] if "messages" in row else row["text"]
+
+
 def hub_texts(name):
-    """The 'text' of each row of a hub data set, streamed."""
+    """The 'text' or the 'messages' of each row of a hub data set, streamed."""
     from datasets import load_dataset
 
     with reading(f"--data {name}", "check the network and the name on the hub, or give a local file"):
         for row in load_dataset(name, split="train", streaming=True):
-            yield row["text"]
+            yield row_of(row)
 
 
 def documentation():
@@ -246,17 +308,39 @@ def documentation():
                 yield text
 
 
+def ids_of(document, tokenizer, source):
+    """A text, with the end of text after it, or a chat -> ids; what an assistant did not say in a chat stands as ~id.
+
+    A chat is [{"role": …, "content": …}, …] and goes through the teacher's template.
+    """
+    if isinstance(document, str) and "\0" not in document:
+        return tokenizer.encode(document) + [tokenizer.eos]
+    chat = isinstance(document, list) and all(
+        isinstance(m, dict) and isinstance(m.get("content"), str) for m in document
+    )
+    if not chat:
+        raise BadInput(f"--data {source}: {document!r:.40} is no text and no chat; give rows with 'text' or 'messages'")
+    ids, said = [], ""
+    for i, message in enumerate(document):
+        if message.get("role") == "assistant":
+            before, after = dialogue(tokenizer, document[:i]), dialogue(tokenizer, document[: i + 1], reply=False)
+            if not (before.startswith(said) and after.startswith(before)):
+                raise BadInput(f"--data {source}: the chat template changes earlier turns, so answers cannot be marked")
+            ids += [~t for t in tokenizer.encode(before[len(said) :], special=True)]
+            ids += tokenizer.encode(after[len(before) :], special=True)
+            said = after
+    return ids
+
+
 def prepare(args, tokenizer, needed):
     """-> (training windows, at most 16 held-out ones), each (n, context): every 50th window of the text is held out.
 
-    Documents are taken in order, an end-of-text token after each, until there are 20M tokens or as many as `needed`,
-    whichever is more; a run that needs more than there is goes round again.
+    Documents are taken in order until there are 20M tokens or as many as `needed`, whichever is more; a run that needs
+    more than there is goes round again.
     """
     parts, total, start = [], 0, time.time()
-    for text in documents(args.data):
-        if not isinstance(text, str) or "\0" in text:
-            raise BadInput(f"--data {args.data}: {text!r:.40} is no text; give UTF-8 text, or rows with a 'text' field")
-        parts.append(np.array(tokenizer.encode(text) + [tokenizer.eos], np.int32))
+    for document in documents(args.data):
+        parts.append(np.array(ids_of(document, tokenizer, args.data), np.int32))
         total += len(parts[-1])
         if total > max(needed, 20_000_000):
             break
@@ -280,10 +364,14 @@ def checksum(windows):
     return f"{zlib.crc32(windows.numpy()):08x}"
 
 
-def batch_at(windows, step, batch, seed):
-    """Sequences of a step: rows of a permutation that seed and epoch fix, so that a resumed run reads the same."""
-    places = torch.arange(step * batch, (step + 1) * batch)
-    rows = []
+def rows_at(windows, first, n, seed, length=None):
+    """Sequences first … first + n − 1 of a run: rows of a permutation that only seed and epoch decide.
+
+    length: windows are joined, in the order of the text, to sequences so long.
+    """
+    if length:
+        windows = windows.flatten()[: windows.numel() // length * length].view(-1, length)
+    places, rows = torch.arange(first, first + n), []
     for epoch in sorted({int(p) // len(windows) for p in places}):
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed * 1000 + epoch))
         rows.append(order[places[places // len(windows) == epoch] % len(windows)])
@@ -293,13 +381,40 @@ def batch_at(windows, step, batch, seed):
 # ------------------------------------------------------------------ the plan
 
 
+class Leg(typing.NamedTuple):
+    """A stage on its way: steps start … stop − 1 of `sequences` × `length` tokens; row: how many came before."""
+
+    stage: Stage
+    start: int
+    stop: int
+    sequences: int
+    length: int
+    row: int
+
+
+def plan(args, recipe):
+    """-> [Leg]: shares of --tokens in whole steps, at least one each."""
+    legs, at, used = [], 0, 0
+    for stage in recipe:
+        length = args.context * stage.context
+        sequences = max(args.tokens_per_step // length, 1)
+        steps = max(round(args.tokens * stage.fraction / (sequences * length)), 1)
+        legs.append(Leg(stage, at, at + steps, sequences, length, used // length))
+        at, used = at + steps, used + steps * sequences * length
+    return legs
+
+
+LOCAL = ("matrix", "weights", "attention", "hidden")  # stages whose graphs are as deep as one layer
+
+
 def flops_per_token(model, stage):
     """Multiplications and additions of one token's step: 2 per weight forward, 4 backward, the teacher's forward."""
     head = model.config.vocab * model.config.width
     blocks = sum(p.numel() for p in model.blocks.parameters())
     mixers = sum(p.numel() for block in model.blocks for p in block.mixer.parameters())
-    known = {"attention": 2 * blocks + 6 * mixers, "hidden": 8 * blocks, "ce": 6 * (blocks + head)}
-    return known.get(stage.loss, 8 * (blocks + head))
+    if stage.loss in LOCAL:
+        return 8 * blocks if stage.loss == "hidden" else 2 * blocks + 6 * mixers
+    return (8 if stage.loss == "logits" else 6) * (blocks + head)
 
 
 def flops_per_second(device, dtype):
@@ -313,61 +428,84 @@ def flops_per_second(device, dtype):
     return 2 * 1024 * 576 * 1536 / best / 3
 
 
-def memory(model, tokens_a_step, dtype):
-    """Bytes to expect at the peak: weights, gradients, moments, teacher, activations.
+def saved_bytes(block, args, dtype, tokens=256):
+    """Bytes that a block keeps for its backward pass per token, measured on `tokens` of noise."""
+    seen, own = {}, {p.untyped_storage().data_ptr() for p in block.parameters()}
 
-    Fitted to delta at 140m; mixers that keep more for the backward pass need more (rwkv7 8.6 GiB where this says 4.7).
-    """
-    c, size = model.config, sum(p.numel() for p in model.parameters())
-    activations = 4 * tokens_a_step * c.layers * (16 * c.width + 4 * c.ffn)
-    return (16 + dtype.itemsize) * size + activations + 16 * min(tokens_a_step, 512) * c.vocab + 2**30
+    def keep(x):
+        seen[x.untyped_storage().data_ptr()] = x
+        return x
 
-
-def plan(args, recipe):
-    """-> [(stage, first step, end step)]: shares of --tokens in whole steps, at least one each."""
-    rows, at = [], 0
-    for stage in recipe:
-        steps = max(round(args.tokens * stage.fraction / (args.batch * args.context)), 1)
-        rows.append((stage, at, at + steps))
-        at += steps
-    return rows
+    x = torch.randn(1, tokens, block.mixer.width, device=args.device)
+    with evaluate.autocast(args.device, dtype), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = block(x.requires_grad_())
+    del y
+    return sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own) / tokens
 
 
-def announce(args, student, stages, rate, dtype, windows):
-    """Print steps, work, state, minutes and memory to expect; BadInput if memory or text is too small for the flags."""
-    tokens = args.batch * args.context
-    work = sum(flops_per_token(student, stage) * (stop - start) * tokens for stage, start, stop in stages)
-    state = sum(block.mixer.state_size(args.context) for block in student.blocks)
-    need, here = memory(student, tokens, dtype) / 2**30, math.inf
+def memory(student, leg, args, dtype):
+    """Bytes to expect at a leg's peak: weights, the teacher's, gradients and moments, activations, the vocabulary."""
+    size, config = sum(p.numel() for p in student.parameters()), student.config
+    set_lora(student, leg.stage.lora)
+    trained = sum(dict(student.named_parameters())[n].numel() for n in trainable(student, leg.stage.trains))
+    set_lora(student, 0)
+    at_once = leg.length * min(args.micro_batch or leg.sequences, leg.sequences)
+    deep = 1 if leg.stage.loss in LOCAL or args.recompute else config.layers
+    kept = 8 * config.width * config.layers if args.recompute else 0
+    activations = at_once * (kept + deep * saved_bytes(student.blocks[-1], args, dtype))
+    vocabulary = 0 if leg.stage.loss in LOCAL else 16 * min(at_once, 512) * config.vocab
+    return (4 + dtype.itemsize) * size + 12 * trained + activations + vocabulary + 2**30
+
+
+def announce(args, student, legs, rate, dtype, windows):
+    """Print a row a stage, and in all the state, work, minutes and memory to expect; BadInput where they can't be."""
+    print(f"{'stage':<10}{'tokens':>12}{'steps':>8}{'sequences':>12}{'lr':>9} schedule  trains {'TFLOP':>9}{'GiB':>6}")
+    total, most = 0.0, 0.0
+    for leg in legs:
+        stage, tokens = leg.stage, (leg.stop - leg.start) * leg.sequences * leg.length
+        work, need = flops_per_token(student, stage) * tokens, memory(student, leg, args, dtype) / 2**30
+        shape = f"{leg.sequences} × {leg.length}"
+        row = f"{stage.loss:<10}{tokens:>12,}{leg.stop - leg.start:>8,}{shape:>12}{stage.lr:>9.1e} {stage.schedule:<9}"
+        print(f"{row} {stage.trains:<7}{work / 1e12:>9,.0f}{need:>6.1f}")
+        total, most = total + work, max(most, need)
+    state, here = sum(block.mixer.state_size(args.context) for block in student.blocks), math.inf
     if torch.device(args.device).type == "cpu" and hasattr(os, "sysconf"):
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if need > here or args.calibrate > windows:
+    longest = max(args.calibrate * args.context, *(leg.length for leg in legs))
+    if most > here or longest > windows.numel():
         raise BadInput(
-            f"--batch {args.batch} --context {args.context} --calibrate {args.calibrate}: too much for {here:.0f} GiB "
-            f"(about {need:.0f} needed) or for {windows} windows of text; take less"
+            f"--micro-batch {args.micro_batch} --context {args.context} --calibrate {args.calibrate}: too much for "
+            f"{here:.0f} GiB (about {most:.0f} needed) or for {windows.numel():,} tokens of text; take less"
         )
-    print(f"plan: {stages[-1][2]} steps, {args.tokens:,} tokens, {work / 1e12:.0f} TFLOP; state {state:,} floats")
-    print(f"plan: about {work / rate / 60 + 1:.0f} minutes at {rate / 1e9:.0f} GFLOP/s here, {need:.1f} GiB")
+    print(f"state {state:,} floats; about {total / rate / 60 + 1:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
 
 
-def rate_at(stage, done):
-    """Learning rate after the share `done` of a stage: 5% warm-up, then as the stage's schedule says."""
-    shape = {
-        "wsd": min(1.0, (1 - done) / 0.2),
-        "cosine": 0.55 + 0.45 * math.cos(math.pi * done),
-        "linear": 1 - done,
-    }[stage.schedule]
-    return stage.lr * min(1.0, (done + 1e-3) / 0.05) * shape
+def rate_at(stage, done, cuts):
+    """Learning rate after the share `done` of a stage, cut `cuts` times: warm-up, then as the stage's schedule says."""
+    shape = stage.floor + (1 - stage.floor) * SCHEDULES[stage.schedule](done, cuts)
+    return stage.lr * shape * (min(1.0, (done + 1e-3) / stage.warmup) if stage.warmup else 1.0)
+
+
+def cuts_in(values, patience=2):
+    """How often a plateau schedule has cut the rate: each time so many validations in a row found no new least."""
+    best, stale, cuts = math.inf, 0, 0
+    for value in values:
+        best, stale = (value, 0) if value < best else (best, stale + 1)
+        if stale == patience:
+            stale, cuts = 0, cuts + 1
+    return cuts
 
 
 def optimizer_for(student, stage):
     """AdamW over exactly what the stage trains; weights of linear layers and the embedding decay, nothing else does."""
-    names, params = trainable(student, stage.trains), dict(student.named_parameters())
-    decays = [n for n in names if n.endswith(".weight") and params[n].dim() == 2]
-    rest = [n for n in names if n not in decays]
-    assert {id(params[n]) for n in names} == {id(p) for p in student.parameters() if p.requires_grad}
-    groups = [{"params": [params[n] for n in ns], "weight_decay": wd} for ns, wd in ((decays, 0.1), (rest, 0.0)) if ns]
-    return torch.optim.AdamW(groups, lr=stage.lr, betas=(0.9, 0.95), fused=True)
+    groups, params = {}, dict(student.named_parameters())
+    for name in trainable(student, stage.trains):
+        decay = 0.1 if name.endswith(".weight") and params[name].dim() == 2 else 0.0
+        groups.setdefault((stage.rates.get(role(name), 1.0), decay), []).append(params[name])
+    held = {id(p) for ps in groups.values() for p in ps}
+    assert held == {id(p) for p in student.parameters() if p.requires_grad}
+    rows = [{"params": ps, "rate": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
+    return torch.optim.AdamW(rows, lr=stage.lr, betas=(0.9, 0.95), fused=True)
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -389,6 +527,8 @@ def checkpoint(folder, step, student, tokenizer, optimizer):
         names = {id(p): name for name, p in student.named_parameters()}
         moments = {f"{names[id(p)]}|{k}": v for p, state in optimizer.state.items() for k, v in state.items()}
         save_file(moments | {"rng": torch.get_rng_state()}, temporary / "optimizer.safetensors")
+        if parts := {k: w for k, w in student.state_dict().items() if ".parametrizations." in k}:
+            save_file(parts, temporary / "lora.safetensors")  # the model beside it has them merged
         for file in temporary.iterdir():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
@@ -406,6 +546,8 @@ def restore(folder, optimizer, student):
     from safetensors.torch import load_file
 
     with reading(folder, "delete this step and --resume from the one before"):
+        if (folder / "lora.safetensors").exists():
+            student.load_state_dict(load_file(folder / "lora.safetensors"), strict=False)
         saved = load_file(folder / "optimizer.safetensors")
         torch.set_rng_state(saved.pop("rng"))
         params = {id(p): name for name, p in student.named_parameters()}
@@ -419,7 +561,7 @@ def restore(folder, optimizer, student):
 
 def open_run(args):
     """-> (folder of the run, what its args.json says; {} for a new run)."""
-    folder, kept = Path(args.out), ("resume", "out", "save_every")
+    folder, kept = Path(args.out), ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run")
     mine = {k: v for k, v in vars(args).items() if k not in kept}
     if not args.resume:
         if folder.exists():
@@ -464,45 +606,83 @@ def record(folder, args, source, windows, tokens):
 # ------------------------------------------------------------------ the loop
 
 
-def train(args, folder, student, teacher, tokenizer, windows, held, stages, first, dtype):
-    """Every row of `stages` from step `first` on: cheap validation -> save -> stop -> step -> log."""
-    end, began, optimizer = stages[-1][2], time.time(), None
+@dataclasses.dataclass
+class Run:
+    """What a run is made of."""
+
+    args: argparse.Namespace
+    folder: Path
+    student: torch.nn.Module
+    teacher: torch.nn.Module  # None in a pretraining
+    tokenizer: object
+    windows: torch.Tensor
+    held: torch.Tensor
+    legs: list
+    dtype: torch.dtype
+
+
+def train(run, first):
+    """Every leg from step `first` on: cheap validation -> save -> stop -> step -> log."""
+    args, student, end = run.args, run.student, run.legs[-1].stop
+    began, optimizer, trained, metrics = time.time(), None, 0, run.folder / "metrics.jsonl"
     bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True)
-    with bar, reopen(folder / "metrics.jsonl", first) as log:
+    with bar, reopen(metrics, first) as log:
+        found = [row for row in rows_of(metrics) if "heldout" in row]
         for step in range(first, end + 1):
-            stage, start, stop = next((row for row in stages if row[1] <= step < row[2]), stages[-1])
-            if optimizer is None or step == start:
-                resumed = optimizer is None and step != start
-                optimizer = optimizer_for(student, stage)
-                if resumed:
-                    restore(find_checkpoint(folder), optimizer, student)
+            leg = next((leg for leg in run.legs if leg.start <= step < leg.stop), run.legs[-1])
+            stage = leg.stage
+            if optimizer is None or step == leg.start:
+                optimizer = enter(run, stage, resumed=optimizer is None and step != leg.start)
                 bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
             if step % args.save_every == 0 or step == end:
-                with torch.no_grad(), evaluate.autocast(args.device, dtype):
-                    name, loss = ("kl", "logits") if teacher else ("ce", "ce")
-                    there = STAGES[loss](student, teacher, held[:4].to(args.device))[name].item()
-                seen = {"step": step, "tokens": step * args.batch * args.context, f"heldout_{name}": there}
-                log.write(json.dumps(seen) + "\n")
-                bar.write(f"step {step}: held-out {name.upper()} {there:.3f}")
+                found.append({"step": step} | validate(run))
+                log.write(json.dumps(found[-1]) + "\n")
+                bar.write(f"step {step}: held-out {found[-1]['heldout'].upper()} {found[-1]['value']:.3f}")
                 if step > first:
-                    checkpoint(folder, step, student, tokenizer, optimizer)
+                    checkpoint(run.folder, step, student, run.tokenizer, optimizer)
             if step == end:
                 break
-            lr = rate_at(stage, (step - start) / (stop - start))
-            tokens = batch_at(windows, step, args.batch, args.seed).to(args.device)
-            losses = one_step(student, teacher, tokens, stage, optimizer, lr, args, dtype)
-            speed = (step + 1 - first) * args.batch * args.context / (time.time() - began)
+            cuts = cuts_in([row["value"] for row in found if row["step"] > leg.start])
+            lr = rate_at(stage, (step - leg.start) / (leg.stop - leg.start), cuts)
+            row = leg.row + (step - leg.start) * leg.sequences
+            tokens = rows_at(run.windows, row, leg.sequences, args.seed, leg.length).to(args.device)
+            losses = one_step(run, tokens, stage, optimizer, lr)
+            trained += tokens.numel()
+            speed = trained / (time.time() - began)
             facts = {"step": step, "stage": stage.loss, "lr": lr, "tokens_per_s": round(speed, 1)}
             log.write(json.dumps(facts | losses) + "\n")
             bad = [name for name, value in losses.items() if not math.isfinite(value)]
             if bad:
-                checkpoint(folder, step, student, tokenizer, optimizer)
+                checkpoint(run.folder, step, student, run.tokenizer, optimizer)
                 raise BadInput(
                     f"step {step}, stage {stage.loss}: {bad[0]} is {losses[bad[0]]} at lr {lr:g} ({losses}); "
                     "the weights before it are saved; start again with a smaller --lr and another --out"
                 )
             bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
             bar.update()
+
+
+def enter(run, stage, resumed):
+    """The optimizer of a stage, LoRA added or merged as it says; resumed: in the middle of it, as last saved."""
+    set_lora(run.student, stage.lora)
+    optimizer = optimizer_for(run.student, stage)
+    if resumed:
+        restore(find_checkpoint(run.folder), optimizer, run.student)
+    return optimizer
+
+
+@torch.no_grad()
+def validate(run, sequences=4):
+    """-> {"heldout": "kl" (to the teacher) | "ce" (there is none), "value": nats a token} on a few held-out windows."""
+    name, stage = ("kl", STAGES["logits"]) if run.teacher else ("ce", STAGES["ce"])
+    with evaluate.autocast(run.args.device, run.dtype):
+        tokens = unmark(run.held[:sequences].to(run.args.device))[0]
+        return {"heldout": name, "value": stage(run.student, run.teacher, tokens)[name].item()}
+
+
+def rows_of(metrics):
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def reopen(path, first):
@@ -514,14 +694,26 @@ def reopen(path, first):
     return path.open("a", buffering=1)
 
 
-def one_step(student, teacher, tokens, stage, optimizer, lr, args, dtype):
+def one_step(run, tokens, stage, optimizer, lr):
     """One optimizer step -> the stage's losses and the gradient norm, as numbers; no step if they are not finite."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["rate"]
     optimizer.zero_grad()
-    with evaluate.autocast(args.device, dtype):
-        losses = STAGES[stage.loss](student, teacher, tokens, lambda loss: loss.backward(), **stage.options)
-    losses = {name: float(value) for name, value in losses.items()}
+    (tokens, learn), losses = unmark(tokens), {}
+    counts = (learn[:, 1:] if stage.loss == "sft" else tokens[:, :1] >= 0).sum(1).double()  # what a sequence weighs
+    for rows in torch.arange(len(tokens)).split(run.args.micro_batch or len(tokens)):
+        part = (counts[rows].sum() / counts.sum().clamp(min=1)).item()
+        more = {"learn": learn[rows]} if stage.loss == "sft" else {}
+        with evaluate.autocast(run.args.device, run.dtype):
+            found = STAGES[stage.loss](
+                run.student,
+                run.teacher,
+                tokens[rows],
+                lambda loss: (loss * part).backward(),  # noqa: B023
+                **stage.options,
+                **more,
+            )
+        losses = {name: losses.get(name, 0.0) + part * float(value) for name, value in found.items()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     losses["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
     if all(map(math.isfinite, losses.values())):
@@ -539,36 +731,38 @@ def picture(folder):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder / "metrics.jsonl")
     fig, ax = plt.subplots(figsize=(8, 4.5))
     for name in dict.fromkeys(r["stage"] for r in rows if "stage" in r):
         points = [(r["step"], r["loss"]) for r in rows if r.get("stage") == name]
         ax.plot(*zip(*points), linewidth=1, alpha=0.7, label=f"{name} loss")
-    for name, words in (("heldout_kl", "held-out KL to the teacher (nats)"), ("heldout_ce", "held-out CE (nats)")):
-        if points := [(r["step"], r[name]) for r in rows if name in r]:
-            ax.plot(*zip(*points), "ko-", markersize=3, label=words)
+    held = [r for r in rows if "heldout" in r]
+    words = {"kl": "held-out KL to the teacher (nats)", "ce": "held-out CE (nats)"}[held[0]["heldout"]]
+    ax.plot([r["step"] for r in held], [r["value"] for r in held], "ko-", markersize=3, label=words)
     ax.set(xlabel="step", ylabel="loss", yscale="log", title=folder.name)
     ax.legend()
     fig.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")
+    plt.close(fig)
 
 
-def finish(args, folder, student, teacher, tokenizer, held, dtype, minutes):
+def finish(run, minutes):
     """The scoreboard, saved; the figure, a sample of both, and how to go on."""
-    with evaluate.autocast(args.device, dtype):
-        scores = evaluate.heldout(student, teacher, held.to(args.device))
+    args, folder = run.args, run.folder
+    with evaluate.autocast(args.device, run.dtype):
+        scores = evaluate.heldout(run.student, run.teacher, run.held.to(args.device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     facts = {"minutes": round(minutes, 1), "peak_gb": round(peak, 2), "tokens": args.tokens, "seed": args.seed}
     (folder / "scores.json").write_text(json.dumps(scores | facts, indent=1))
     picture(folder)
     print("\n" + evaluate.scoreboard(scores))
-    for name, model in (("teacher", teacher), ("student", student)):
+    for name, model in (("teacher", run.teacher), ("student", run.student)):
         if model:
             print(f"\n{name}: ", end="")
-            with evaluate.autocast(args.device, dtype):
+            with evaluate.autocast(args.device, run.dtype):
                 prompt = "The history of science shows that"
-                stream(model, tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
+                stream(model, run.tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
     print(f"\n{minutes:.1f} minutes, peak memory {peak:.1f} GiB. Student, loss.png and scores.json are in {folder}")
-    more = "" if teacher else f"; its student: python train.py --teacher {folder}"
+    more = "" if run.teacher else f"; its student: python train.py --teacher {folder}"
     print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500{more}")
 
 
@@ -589,6 +783,12 @@ def models(args):
         raise BadInput(f"--teacher {args.teacher}: no softmax model but {teacher.config.mixers[0]}; give a teacher")
     if args.context > teacher.config.context:
         raise BadInput(f"--context {args.context}: this teacher was trained on at most {teacher.config.context}")
+    if args.student:
+        student, _ = load(args.student, device=args.device)
+        if student.config.vocab != teacher.config.vocab:
+            raise BadInput(f"--student {args.student}: not of --teacher {args.teacher}; leave --teacher out")
+        student.origin, student.left_out = {name: "copied" for name, _ in student.named_parameters()}, []
+        return teacher, tokenizer, student
     torch.manual_seed(args.seed)
     return teacher, tokenizer, linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
 
@@ -605,7 +805,7 @@ def main():
     source = student.config.source
     if begun and begun.get("source") != source:
         raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
-    recipe = [dataclasses.replace(stage, lr=args.lr or stage.lr) for stage in RECIPES[args.recipe]]
+    recipe = recipe_of(args, student)
     rate = flops_per_second(args.device, dtype)
     if not args.tokens:  # nine minutes of steps: the tenth goes to loading and scoring
         per_token = sum(stage.fraction * flops_per_token(student, stage) for stage in recipe)
@@ -613,26 +813,66 @@ def main():
     windows, held = prepare(args, tokenizer, args.tokens)
     if begun and begun.get("text") != checksum(windows):
         raise BadInput(f"--resume: the text of --data {args.data} has changed since {folder} began; start a new run")
+    if args.recipe == "sft" and windows.min() >= 0:
+        raise BadInput(f"--recipe sft --data {args.data}: no chats in it; give jsonl or parquet rows with 'messages'")
     report(student)
-    if teacher:  # the student trains the weights that it shared
+    legs = plan(args, recipe)
+    announce(args, student, legs, rate, dtype, windows)
+    if args.dry_run:
+        return
+    original = teacher  # the student trains the weights that it shares with it
+    if teacher:
         teacher = copy.deepcopy(teacher).to(dtype).requires_grad_(False)
-    stages = plan(args, recipe)
-    announce(args, student, stages, rate, dtype, len(windows))
     if newest:
         student = load(newest, device=args.device)[0]
     elif not begun:
         record(folder, args, source, windows, held)
-    if not newest and args.calibrate:
-        with evaluate.autocast(args.device, dtype):
-            found = calibrate(student, teacher, batch_at(windows, 0, args.calibrate, args.seed).to(args.device))
-        told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in found.items())
-        print(f"calibrated W_o on {args.calibrate - 1} windows; KL on one more by ridge: {told}; the least is taken")
+    if not newest:
+        student = start(args, student, teacher, original, windows, dtype)
+    del original
     first = int(newest.name.split("-")[1]) if newest else 0
-    if first == stages[-1][2] and (folder / "scores.json").exists():
+    if first == legs[-1].stop and (folder / "scores.json").exists():
         print(f"{folder} is finished; score it with: python evaluate.py {folder}")
         return
-    train(args, folder, student, teacher, tokenizer, windows, held, stages, first, dtype)
-    finish(args, folder, student, teacher, tokenizer, held, dtype, (time.time() - began) / 60)
+    student.recompute = args.recompute
+    run = Run(args, folder, student, teacher, tokenizer, windows, held, legs, dtype)
+    train(run, first)
+    finish(run, (time.time() - began) / 60)
+
+
+def recipe_of(args, student):
+    """The stages of --recipe with --lr and --rates in them; BadInput if this student cannot go through one."""
+    recipe = [
+        dataclasses.replace(stage, lr=args.lr or stage.lr, rates=rates_of(args) or stage.rates)
+        for stage in RECIPES[args.recipe]
+    ]
+    for stage in recipe:
+        try:
+            check_stage(stage, student)
+        except ValueError as error:
+            raise BadInput(f"--recipe {args.recipe} --mixer {args.mixer}: {error}") from None
+    return recipe
+
+
+def start(args, student, teacher, original, windows, dtype):
+    """Calibrate, and choose the layers of --keep auto:K -> the student that step 0 sees."""
+    with evaluate.autocast(args.device, dtype):
+        if args.calibrate:
+            tokens = unmark(rows_at(windows, 0, args.calibrate, args.seed).to(args.device))[0]
+            told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in calibrate(student, teacher, tokens).items())
+            print(
+                f"calibrated W_o on {args.calibrate - 1} windows; KL on one more by ridge: {told}; the least is taken"
+            )
+        if not args.keep.startswith("auto:"):
+            return student
+        ranks = rank_layers(student, teacher, unmark(rows_at(windows, args.calibrate, 2, args.seed).to(args.device))[0])
+    print("KL with one layer softmax again: " + ", ".join(f"{i}: {kl:.3f}" for kl, i in ranks))
+    best = sorted(i for _, i in ranks[: int(args.keep[5:])])
+    print(f"--keep {args.keep} keeps {','.join(map(str, best))}")
+    chosen = linearize(original, args.mixer, window=args.window, **options_of(args) | {"keep": best})
+    for i, block in enumerate(chosen.blocks):
+        block.mixer = block.mixer if i in best else student.blocks[i].mixer
+    return chosen
 
 
 if __name__ == "__main__":
