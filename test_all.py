@@ -1971,13 +1971,13 @@ def test_every_kind_of_file_is_read(tmp_path, suffix):
     else:
         lines = [json.dumps({"text": t}) for t in texts]
         path.write_text("\n<|endoftext|>\n".join(texts) if suffix == ".txt" else "\n".join(lines), encoding="utf-8")
-    assert list(train.documents(str(tmp_path))) == list(train.documents(str(path))) == texts
+    assert list(evaluate.documents(str(tmp_path))) == list(evaluate.documents(str(path))) == texts
 
 
 @pytest.mark.parametrize("row", ['{"text": null}', '{"text": 3}', '{"text": "a\\u0000b"}'])
 def test_rows_that_are_no_text_are_refused(tmp_path, row):
     (tmp_path / "rows.jsonl").write_text(row)
-    with pytest.raises(surgery.BadInput, match="rows.jsonl: .* is no text; give UTF-8 text"):
+    with pytest.raises(surgery.BadInput, match="rows.jsonl: .* is no text and no chat"):
         train.prepare(types.SimpleNamespace(data=str(tmp_path / "rows.jsonl"), context=16), tiny_teacher()[1], 10)
 
 
@@ -2014,22 +2014,289 @@ def test_likelihoods_do_not_depend_on_the_batch():
     pairs = [("a b", " c"), ("a longer context, and", " its end"), ("x", " y")]
     for m in (model, student):
         together = evaluate.likelihoods(m, tokenizer, pairs)
-        for (context, continuation), (found, _) in zip(pairs, together):
+        for (context, continuation), (found, *_) in zip(pairs, together):
             ids, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
             log_p = m(torch.tensor([ids]))[0][0].log_softmax(-1)
             assert found == pytest.approx(sum(log_p[i - 1, ids[i]].item() for i in range(start, len(ids))), abs=1e-4)
-    with pytest.raises(surgery.BadInput, match="model's context 64"):
-        evaluate.likelihoods(model, tokenizer, [("a" * 80, " b")])
+    long, whole = evaluate.likelihoods(model, tokenizer, [("a" * 80, " b"), ("a" * 63, " b")])
+    assert long[2] and not whole[2] and long[:2] == pytest.approx(whole[:2])  # the context holds 64
+    assert evaluate.encode_pair(tokenizer, "a b  ", "c") == ([97, 32, 98, 32, 32, 99], 3)
+    assert evaluate.encode_pair(tokenizer, "", "c") == ([256, 99], 1)
+
+
+def test_rolling_predicts_each_token_once():
+    model, tokenizer = tiny_teacher()
+    text = "An odd text of some 130 characters, so that the context of 64 holds it in three windows, one of them short."
+    ids = [tokenizer.eos, *tokenizer.encode(text)]
+    wanted = 0.0
+    for at in range(0, len(ids) - 1, 64):
+        end = min(at + 64, len(ids) - 1)
+        x, y = torch.tensor([ids[end - 64 : end]]), torch.tensor(ids[at + 1 : end + 1])
+        wanted -= F.cross_entropy(model(x)[0][0, -len(y) :], y, reduction="sum").item()
+    assert evaluate.rolling(model, tokenizer, text) == (pytest.approx(wanted, rel=1e-5), len(ids) - 1)
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "gated_delta"])
+def test_texts_together_are_texts_alone(mixer):
+    tokenizer, prompts = surgery.bytes_tokenizer(), ["a", "some longer prompt", "and another"]
+    teacher, _ = tiny_teacher()
+    model = surgery.linearize(teacher, mixer)
+    together = evaluate.generate(model, tokenizer, prompts, 12)
+    for prompt, text in zip(prompts, together):
+        alone = list(model.generate(tokenizer.encode(prompt), 12, stop=tokenizer.stops))
+        assert text == tokenizer.decode(alone)
+    word = together[1][3:5]
+    assert evaluate.generate(model, tokenizer, prompts[1:2], 12, until=(word,)) == [together[1].split(word)[0]]
+
+
+def test_answers_are_kept_and_taken_again(tmp_path, monkeypatch):
+    model, tokenizer = tiny_teacher()
+    asked = [evaluate.choose(f"{i} is", [f"odd {i}", "even"], i % 2) for i in range(20)]
+    whole = evaluate.answers(model, tokenizer, asked)
+    answer, calls = evaluate.answer, []
+
+    def stops(part, *more):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(len(part))
+        return answer(part, *more)
+
+    monkeypatch.setattr(evaluate, "answer", stops)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.answers(model, tokenizer, asked, tmp_path / "a.jsonl", chunk=6)
+    monkeypatch.setattr(evaluate, "answer", lambda part, *more: calls.append(len(part)) or answer(part, *more))
+    again = evaluate.answers(model, tokenizer, asked, tmp_path / "a.jsonl", chunk=6)
+    assert calls == [6, 6, 6, 2]
+    for a, b in zip(whole, again):
+        assert a["key"] == b["key"] and a["ll"] == pytest.approx(b["ll"], rel=1e-5)
+    assert evaluate.answers(model, tokenizer, asked[::-1], tmp_path / "a.jsonl") == again[::-1] and calls[4:] == []
+
+
+def test_metrics_by_hand():
+    q = evaluate.choose("", ["ab", "abcdef"], 1)
+    found = evaluate.metrics([q, q], [{"ll": [-2.0, -3.0]}, {"ll": [-9.0, -1.0]}])
+    assert found == {"acc": [0.0, 1.0], "acc_norm": [1.0, 1.0]}
+    last = evaluate.Question([("a", " b")])
+    found = evaluate.metrics([last, last], [{"ll": [-1.0], "greedy": True}, {"ll": [-3.0], "greedy": False}])
+    assert found["acc"] == [1.0, 0.0] and evaluate.summary(found["ppl"])[0] == pytest.approx(math.exp(2))
+    assert evaluate.summary(found["ppl"])[1] == pytest.approx(math.exp(2) * 1.0)  # by the mean's error, 1
+    pages = [evaluate.Question(text="x", size=(2, 10)), evaluate.Question(text="y", size=(3, 20))]
+    found = evaluate.metrics(pages, [{"ll": -5.0, "tokens": 4}, {"ll": -10.0, "tokens": 6}])
+    assert evaluate.summary(found["word_ppl"])[0] == pytest.approx(math.exp(3))
+    assert evaluate.summary(found["byte_ppl"])[0] == pytest.approx(math.exp(0.5))
+    sums = {"so 3 #### 1,234.": "1234", "it is -7": "-7", "$1,000.50 in all": "1000.50", "none": None}
+    assert {text: evaluate.number_in(text) for text in sums} == sums
+    solved = evaluate.Question(prompt="p", wanted="x\n#### 18")
+    assert evaluate.metrics([solved] * 3, [{"text": "18"}, {"text": "a 17"}, {"text": "#### 18\nno 3"}])["acc"] == [
+        1,
+        0,
+        1,
+    ]
+
+
+def test_comparisons_by_hand():
+    a, b = [1.0] * 9 + [0.0] * 6, [1.0] * 4 + [0.0] * 10 + [1.0]
+    assert evaluate.mcnemar(a, b) == (5, 1, pytest.approx(2 * 7 / 64))
+    assert evaluate.mcnemar(a, a) == (0, 0, 1.0)
+    torch.manual_seed(0)
+    theirs = (torch.rand(1000) < 0.6).double()
+    ours = theirs * (torch.rand(1000) < 0.5)
+    value, low, high = evaluate.recovered(ours.tolist(), theirs.tolist())
+    assert value == pytest.approx((ours.sum() / theirs.sum()).item()) and low < 0.5 < high
+    assert high - low == pytest.approx(2 * 1.96 * math.sqrt(0.25 / theirs.sum().item()), rel=0.15)
+    pairs = [(-float(n) * (2 + e), n) for n, e in zip(range(1, 400), torch.randn(399).tolist())]
+    ppl, error = evaluate.summary(pairs)
+    draws = [evaluate.summary([pairs[i] for i in torch.randint(399, (399,)).tolist()])[0] for _ in range(200)]
+    assert error == pytest.approx(torch.tensor(draws).std().item(), rel=0.2)
+
+
+def test_needles_fit_and_are_hidden():
+    tokenizer, text = surgery.bytes_tokenizer(), "One sentence. Another sentence! " * 50
+    for level in (1, 2, 3):
+        asked = evaluate.needles(level, 700, tokenizer, text, 20)
+        assert asked == evaluate.needles(level, 700, tokenizer, text, 20)
+        depths = set()
+        for q in asked:
+            assert 600 < len(tokenizer.encode(q.prompt)) <= 700 and q.prompt.count(q.wanted) == 1
+            key = re.search(r"for (\S+) is: " + q.wanted, q.prompt)[1]
+            assert q.prompt.endswith(f"for {key} mentioned in the provided text is")
+            assert re.fullmatch(r"[0-9a-f-]{36}" if level == 3 else r"\d{7}", q.wanted)
+            depths.add(q.prompt.index(q.wanted) // 100)
+        assert len(depths) > 3 and ("grass" in asked[0].prompt) == (level == 1)
+
+
+def test_decoding_is_measured(capsys):
+    teacher, _ = tiny_teacher()
+    models = [("teacher", teacher), ("student", surgery.linearize(teacher, "kda", window=4))]
+    rows = evaluate.print_decoding(models, (16, 64), new=2, repeats=1)
+    size = {(name, T): n for name, T, _, n in rows}
+    assert size["teacher", 64] == 4 * 2 * 2 * 64 * 2 * 4 == 4 * size["teacher", 16]
+    assert size["student", 64] == size["student", 16] and all(row[2] > 0 for row in rows)
+
+
+def test_local_files_of_every_form(tmp_path):
+    (tmp_path / "mmlu" / "test").mkdir(parents=True)
+    (tmp_path / "mmlu" / "dev").mkdir()
+    head = "question,choice0,choice1,choice2,choice3,answer\n"
+    (tmp_path / "mmlu/test/odd_things_test.csv").write_text(head + '"Which, then?",1,"a, b",3,4,1\n')
+    (tmp_path / "mmlu/dev/odd_things_dev.csv").write_text(head + "First?,1,2,3,4,0\nSecond?,5,6,7,8,3\n")
+    letters = evaluate.questions_of("mmlu_letters", tmp_path, shots=1)[0]
+    about = "The following are multiple choice questions (with answers) about odd things.\n\n"
+    shown = "First?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer: A\n\n"
+    assert letters.pairs[1] == (about + shown + "Which, then?\nA. 1\nB. a, b\nC. 3\nD. 4\nAnswer:", " B")
+    cloze = evaluate.questions_of("mmlu", tmp_path)[0]
+    assert cloze.pairs[1] == ("Question: Which, then?\nAnswer:", " a, b") and cloze.answer == letters.answer == 1
+    (tmp_path / "bear").mkdir()
+    (tmp_path / "bear/P1.jsonl").write_text('{"sub_label": "Bo", "answer_idx": 1}\n')
+    about = {"P1": {"templates": ["[Y] has [X]."], "answer_space_labels": ["Ann", "Cy"]}}
+    (tmp_path / "bear/metadata_relations.json").write_text(json.dumps(about))
+    asked = evaluate.questions_of("bear", tmp_path)[0]
+    assert asked.pairs == [("", "Ann has Bo."), ("", "Cy has Bo.")] and (asked.answer, asked.group) == (1, "P1")
+    (tmp_path / "wiki.test.raw").write_text(
+        " \n = One = \n \n It 's a @-@ b , ( c ) . \n = = Two = = \n x\n = Next = \n y\n"
+    )
+    pages = evaluate.questions_of("wikitext", tmp_path)
+    assert [p.text for p in pages] == [" = One =\n\nIt's a-b, (c).\n== Two ==\nx\n", " = Next =\ny\n"]
+    (tmp_path / "gsm8k").mkdir()
+    for name in ("test", "train"):
+        (tmp_path / f"gsm8k/{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 7)
+    solved = evaluate.questions_of("gsm8k", tmp_path)[0]
+    assert solved.prompt == "Question: 1 + 1?\nAnswer: #### 2\n\n" * 5 + "Question: 1 + 1?\nAnswer:"
+    (tmp_path / "winogrande.jsonl").write_text('{"context_options": ["a b", "a c"], "continuation": "d.", "gold": 0}\n')
+    assert evaluate.questions_of("winogrande", tmp_path)[0].pairs == [("a b", " d."), ("a c", " d.")]
+
+
+HUB = {  # rows as the hub has them, and lm-eval's task
+    "lambada": ("lambada_openai", {"text": "He said so, and so it  was"}),
+    "piqa": ("piqa", {"goal": "Boil it", "sol1": "with fire", "sol2": " with ice", "label": 0}),
+    "arc_easy": (
+        "arc_easy",
+        {"question": "Why?", "choices": {"text": ["x", "y z"], "label": ["A", "B"]}, "answerKey": "B"},
+    ),
+    "hellaswag": (
+        "hellaswag",
+        {"activity_label": "Roof", "ctx_a": "A man [step] sits. [title] Up", "ctx_b": "he", "label": "1"}
+        | {"endings": ["falls [x] down.", "is  there."]},
+    ),
+    "winogrande": (
+        "winogrande",
+        {"sentence": "Ann saw Bo as _ was tall.", "option1": "Ann", "option2": "Bo", "answer": "2"},
+    ),
+    "wikitext": ("wikitext", {"page": " = A = \n s ' x . , y ( b ) \" q \" 1 @,@ 000 : N 's = = B = = \n "}),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_oracle_prompts_are_those_of_lm_eval(tmp_path, monkeypatch, name):
+    pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    datasets, (theirs, row) = pytest.importorskip("datasets"), HUB[name]
+    rows = {split: datasets.Dataset.from_list([row]) for split in ("train", "validation", "test")}
+    hub = lambda path, name=None, split=None, **_: rows[split] if split else datasets.DatasetDict(rows)
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    task = TaskManager().load(theirs)["tasks"][theirs]
+    task.build_all_requests(rank=0, world_size=1)
+    asked = evaluate.questions_of(name, None)[0]
+    wanted = [tuple(instance.args) for instance in task.instances]
+    assert wanted == ([(asked.text,)] if asked.text else [tuple(pair) for pair in asked.pairs])
+    if asked.text:
+        results = task.process_results(row, [-10.0])
+        assert asked.size == (results["word_perplexity"][1], results["byte_perplexity"][1])
+    elif asked.answer is not None:
+        values = [-float(i == asked.answer) for i in range(len(asked.pairs))]  # the others are likelier
+        results = task.process_results(next(iter(task.eval_docs)), [(v, False) for v in values])
+        found = evaluate.metrics([asked], [{"ll": values}])
+        assert results["acc"] == found["acc"][0] and results.get("acc_norm", 0) == found.get("acc_norm", [0])[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
+def test_oracle_likelihoods_are_those_of_lm_eval(tmp_path, kind):
+    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES | dict(vocab_size=900, max_position_embeddings=64, eos_token_id=1))
+    theirs, made = transformers.LlamaForCausalLM(config).eval(), odd_tokenizers(kind)
+    for p in theirs.parameters():
+        p += 0.1 * torch.randn_like(p)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>" if kind == "sentencepiece" else None, eos_token="</s>", pad_token="</s>"
+    )
+    theirs.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, ours = surgery.load_teacher(tmp_path)
+    pairs = [
+        ("It is", " so"),
+        ("A longer context, with words:  ", "and an end"),
+        ("", "alone"),
+        ("x y z " * 40, " cut"),
+    ]
+    harness, judge = (
+        evaluate.Harness(model, ours),
+        HFLM(pretrained=theirs, tokenizer=tokenizer, max_length=64, device="cpu"),
+    )
+    calls = [("loglikelihood", pair) for pair in pairs]
+    calls += [("loglikelihood_rolling", ("some words " * 40,))] if kind == "gpt2" else []  # theirs has a second <s>
+    for call, args in calls:
+        asked = [Instance(request_type=call, doc={}, arguments=args, idx=0)]
+        wanted, found = getattr(judge, call)(asked), getattr(harness, call)(asked)
+        assert found == [pytest.approx(w, rel=1e-4, abs=1e-4) for w in wanted], args
+    asked = [
+        Instance(
+            request_type="generate_until", doc={}, arguments=("It is", {"until": ["zz"], "max_gen_toks": 9}), idx=0
+        )
+    ]
+    assert harness.generate_until(asked) == judge.generate_until(asked)
+
+
+def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    datasets = pytest.importorskip("datasets")
+    data = {
+        n: datasets.Dataset.from_list([HUB["piqa"][1] | {"label": i % 2} for i in range(6)])
+        for n in ("train", "validation")
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name=None, **_: datasets.DatasetDict(data))
+    model, tokenizer = tiny_teacher()
+    found = evaluate.with_lm_eval(model, tokenizer, ["piqa"], 0, "cpu")
+    ours = evaluate.metrics(
+        *(lambda q: (q, evaluate.answers(model, tokenizer, q)))([evaluate.piqa(r, ()) for r in data["validation"]])
+    )
+    assert found["piqa"]["acc"] == pytest.approx(evaluate.summary(ours["acc"]))
+
+
+def test_models_are_compared_in_one_table(teacher_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    for name in ("gla", "delta"):
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / name, "--mixer", name))
+    rows = [{"query": f"Is {i} odd?", "choices": ["yes it is", "no"], "gold": i % 2} for i in range(40)]
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "wiki.test.raw").write_text(" = One = \n a b c\n = Two = \n d e\n")
+    capsys.readouterr()
+    words = [tmp_path / "gla", tmp_path / "delta", "--tasks", "piqa,wikitext,niah_1", "--data-dir", tmp_path]
+    words += ["--lengths", "300", "--limit", "10", "--out", tmp_path / "out", "--decode", "--baseline", teacher_folder]
+    call(evaluate, monkeypatch, *words)
+    told = capsys.readouterr().out
+    assert "piqa acc (10)" in told and "niah_1@300 acc (10)" in told and "wikitext word_ppl (2)" in told
+    saved = json.loads((tmp_path / "out" / "evaluation.json").read_text())["models"]
+    assert saved.keys() == {"gla", "delta", str(teacher_folder)} and saved["gla"]["tasks"]["piqa"]["acc"][2] == 10
+    for file in ("evaluation.md", "evaluation.png", "decoding.png"):
+        assert (tmp_path / "out" / file).stat().st_size > 100
+    assert len(list((tmp_path / "gla" / "answers").glob("*.answers"))) == 3
 
 
 def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
     piqa = {"query": "Q", "choices": ["x", "y"], "gold": 1}
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
     items = {"lambada": {"context": "a b", "continuation": "c"}, "piqa": piqa}
     for name, item in items.items():
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(item) + "\n") * 3)
     call(evaluate, monkeypatch, teacher_folder, "--tasks", "lambada,piqa", "--data-dir", tmp_path)
     printed = capsys.readouterr().out
-    assert "lambada (3) acc" in printed and "piqa (3) acc" in printed
+    assert "lambada acc (3)" in printed and "piqa acc_norm (3)" in printed
     (tmp_path / "piqa.jsonl").write_text(json.dumps(piqa | {"gold": 2}))
     with pytest.raises(surgery.BadInput, match="item 0 calls 2 right among 2"):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "piqa", "--data-dir", tmp_path)

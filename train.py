@@ -59,7 +59,6 @@ from surgery import (
     dialogue,
     find_checkpoint,
     from_scratch,
-    is_hub_name,
     linearize,
     load,
     load_teacher,
@@ -237,77 +236,6 @@ def rates_of(args):
 # ------------------------------------------------------------------ data
 
 
-def documents(source):
-    """Yield texts or chats: of a file, of a folder's readable files, of a hub set, or of installed documentation."""
-    path = Path(source or "")
-    if source is None:
-        yield from documentation()
-    elif path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md", ".jsonl", ".parquet"))
-        if not files:
-            raise BadInput(f"--data {source}: no .txt, .md, .jsonl or .parquet in this folder")
-        for file in files:
-            yield from texts_of(file)
-    elif path.is_file():
-        yield from texts_of(path)
-    elif is_hub_name(source):
-        yield from hub_texts(source)
-    else:
-        raise BadInput(f"--data {source}: no such file or folder; give one that exists, or a hub name such as a/b")
-
-
-def texts_of(path):
-    """The texts of one file, or its chats: rows' 'text' or 'messages', or parts between lines <|endoftext|>."""
-    with reading(f"--data {path}", "give UTF-8 text, or rows with a field 'text' or 'messages'"):
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            file = pyarrow.parquet.ParquetFile(path)
-            column = "messages" if "messages" in file.schema_arrow.names else "text"
-            found = (row for part in file.iter_batches(columns=[column]) for row in part[column].to_pylist())
-        elif path.suffix == ".jsonl":
-            found = (row_of(json.loads(line)) for line in path.open(encoding="utf-8") if line.strip())
-        else:
-            found = (part for part in path.read_text(encoding="utf-8-sig").split("\n<|endoftext|>\n") if part.strip())
-        yield from found
-
-
-def row_of(row):
-    """The text or the chat of a row."""
-    return row["messages"] if "messages" in row else row["text"]
-
-
-def hub_texts(name):
-    """The 'text' or the 'messages' of each row of a hub data set, streamed."""
-    from datasets import load_dataset
-
-    with reading(f"--data {name}", "check the network and the name on the hub, or give a local file"):
-        for row in load_dataset(name, split="train", streaming=True):
-            yield row_of(row)
-
-
-def documentation():
-    """English that is on every machine with Python: docstrings of the standard library, torch and numpy, by package."""
-    import ast
-    import sysconfig
-
-    roots = [Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent, Path(np.__file__).parent]
-    for root in roots:
-        for file in sorted(root.rglob("*.py")):
-            inside = file.relative_to(root).parts
-            if "site-packages" in inside or "test" in inside or "tests" in inside:
-                continue
-            try:
-                tree = ast.parse(file.read_bytes())
-            except (SyntaxError, ValueError):
-                continue
-            kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-            found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-            text = "\n\n".join(doc for doc in found if doc and len(doc) > 200)
-            if len(text) > 1000:
-                yield text
-
-
 def ids_of(document, tokenizer, source):
     """A text, with the end of text after it, or a chat -> ids; what an assistant did not say in a chat stands as ~id.
 
@@ -339,7 +267,7 @@ def prepare(args, tokenizer, needed):
     more than there is goes round again.
     """
     parts, total, start = [], 0, time.time()
-    for document in documents(args.data):
+    for document in evaluate.documents(args.data):
         parts.append(np.array(ids_of(document, tokenizer, args.data), np.int32))
         total += len(parts[-1])
         if total > max(needed, 20_000_000):
