@@ -268,6 +268,7 @@ RECIPES = {  # rates are the papers' unless a comment says otherwise; they were 
     ],
     "default": [Stage("logits", 1.0, 7e-4, "linear")],  # after `calibrate`, which solves W_o; every token goes to KL
     "pretrain": [Stage("ce", 1.0, 1e-3, "cosine", floor=0.1)],  # from scratch
+    "recall": [Stage("sft", 1.0, 1e-3, "cosine")],  # exercises, from scratch
     "sft": [Stage("sft", 1.0, 2e-5, "cosine", floor=0.1)],  # on chats
     "hybrid": [Stage("logits", 1.0, 2e-5, "linear")],  # starts near; 1e-4 brought it no nearer (results/starts.md)
 }

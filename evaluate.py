@@ -12,6 +12,7 @@ and its picture from here, and train.py the text it reads. Nothing here trains.
 
 import csv
 import difflib
+import io
 import json
 import math
 import random
@@ -127,6 +128,25 @@ def documentation():
                 yield text
 
 
+def recall(pairs, length, seed=0):
+    """Yield multi-query associative recall without end (MQAR, arXiv 2312.04927), `length` symbols each, 0 … 511.
+
+    pairs × (key, value), then each key once more, sooner rather than later, with its value after it, between random
+    symbols. Keys are below 256, values above. All but those last values stands as ~symbol: read, not learned.
+    """
+    g, slots = np.random.default_rng(seed), (length - 2 * pairs) // 2
+    if not 0 < pairs <= min(slots, 256):
+        raise BadInput(f"--data mqar:{pairs} --context {length}: wanted 1 to {min(length // 4, 256)} pairs in so many")
+    chance = 0.01 * np.arange(1, slots + 1) ** (0.01 - 1)
+    while True:
+        keys, values = g.choice(256, pairs, replace=False), 256 + g.choice(256, pairs, replace=False)
+        x = ~g.integers(0, 512, length)
+        x[: 2 * pairs] = ~np.stack([keys, values], 1).flatten()
+        at = 2 * pairs + 2 * g.choice(slots, pairs, replace=False, p=chance / chance.sum())
+        x[at], x[at + 1] = ~keys, values
+        yield x
+
+
 # ------------------------------------------------------------------ held-out text
 
 
@@ -134,15 +154,19 @@ def documentation():
 def heldout(student, teacher, tokens, batch=4):
     """tokens (n, T) -> {"ce", "teacher_ce", "kl", "agreement"}: (mean, standard error over the n sequences).
 
-    In nats per token; agreement: the share of positions where both put the same token first. No teacher: "ce" alone.
+    In nats per token; agreement: the share of positions where both put the same token first. No teacher: no more than
+    "ce". Where only some tokens are learned, "answers" is the share of these that the student puts first.
     """
-    tokens = unmark(tokens)[0]
+    tokens, learn = unmark(tokens)
     rows = {"ce": []} | ({"teacher_ce": [], "kl": [], "agreement": []} if teacher else {})
-    for x in tokens.split(batch):
+    rows |= {} if learn is None else {"answers": []}
+    for at, x in zip(range(0, len(tokens), batch), tokens.split(batch)):
         ours, theirs = (model and model.trunk(x)[0] for model in (student, teacher))
         for i, ids in enumerate(x):  # one sequence at a time: T × vocabulary floats
             log_p = F.log_softmax(student.head(ours[i, :-1]).float(), -1)
             rows["ce"].append(F.nll_loss(log_p, ids[1:]).item())
+            if learn is not None and (asked := learn[at + i, 1:]).any():
+                rows["answers"].append((log_p.argmax(-1) == ids[1:])[asked].double().mean().item())
             if not teacher:
                 continue
             log_t = F.log_softmax(teacher.head(theirs[i, :-1]).float(), -1)
@@ -323,12 +347,12 @@ def local_rows(file):
         choices = lambda row: [row[f"choice{i}"] for i in range(4)]
         return [
             {"question": row["question"], "choices": choices(row), "answer": int(row["answer"]), "subject": subject}
-            for row in csv.DictReader(text.splitlines(keepends=True))
+            for row in csv.DictReader(io.StringIO(text))
         ]
     if file.suffix == ".raw":
         starts = [m.start() for m in re.finditer(r"^ = [^=]+ = \n", text, flags=re.M)] + [len(text)]
         return [{"page": text[a:b]} for a, b in zip(starts, starts[1:])]
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     if file.parent.name == "bear":
         about = read_json(file.parent / "metadata_relations.json")[file.stem]
         more = {"relation": file.stem, "template": about["templates"][0], "answers": about["answer_space_labels"]}
@@ -485,7 +509,9 @@ def answers(model, tokenizer, questions, file=None, *, chunk=128, device="cpu", 
     done, keys = {}, [f"{zlib.crc32(repr(q).encode()):08x}" for q in questions]
     if file is not None and file.exists():
         with reading(file, "delete it"):
-            done = {row["key"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+            done = {
+                row["key"]: row for row in map(json.loads, filter(None, file.read_text(encoding="utf-8").split("\n")))
+            }
     open_ones = [i for i, key in enumerate(keys) if key not in done]
     open_ones.sort(key=lambda i: len(questions[i].prompt))
     with tqdm(total=len(questions), initial=len(questions) - len(open_ones), desc=title, leave=False) as bar:
@@ -591,12 +617,17 @@ def table_of(teacher, others):
     """
     models = [m for m in (teacher, *others) if m]
     rows = [["", *(m["name"] for m in models)]]
-    fields = {"ce": "held-out CE (nats)", "kl": "KL to the teacher", "agreement": "same top token"}
+    fields = {
+        "ce": "held-out CE (nats)",
+        "kl": "KL to the teacher",
+        "agreement": "same top token",
+        "answers": "answers right",
+    }
     for field, words in fields.items():
         cells = [show(m["held"][field]) if m["held"] and field in m["held"] else "" for m in others]
         first = [m["held"]["teacher_ce"] for m in others if m["held"] and "teacher_ce" in m["held"]]
         if any(cells):
-            own = {"ce": show(first[0]) if first else "", "kl": "0", "agreement": "1"}[field]
+            own = {"ce": show(first[0]) if first else "", "kl": "0", "agreement": "1"}.get(field, "")
             rows.append([words, *([own] if teacher else []), *cells])
     for task, metric in dict.fromkeys((t, name) for m in models for t, found in m["tasks"].items() for name in found):
         cells = []

@@ -46,6 +46,7 @@ SIZES = {  # what --size takes -> hub name; the first three are the teachers of 
     "7b": "mistralai/Mistral-7B-v0.1",
 }
 SMALL = {  # teachers that this project pretrains itself: layers, width, heads, ffn of the Llama style
+    "mqar": (2, 64, 1, 176),  # for --data mqar: two layers with one head of 64
     "1m": (4, 128, 4, 352),
     "3m": (6, 192, 6, 528),
     "10m": (8, 320, 5, 880),
@@ -586,9 +587,10 @@ def from_scratch(size, family, tokenizer, mixer="softmax", context=512, **option
     return model
 
 
-def bytes_tokenizer():
-    """One id a byte, and 256 ends a document."""
-    return Tokenizer({bytes([b]): b for b in range(256)}, SPLITS["gpt-2"], {"<|endoftext|>": 256}, 256)
+def bytes_tokenizer(symbols=0):
+    """One id a byte, 256 ends a document, and symbols <0>, <1>, … from 257 on."""
+    special = {"<|endoftext|>": 256} | {f"<{i}>": 257 + i for i in range(symbols)}
+    return Tokenizer({bytes([b]): b for b in range(256)}, SPLITS["gpt-2"], special, 256)
 
 
 def locate(name):

@@ -155,9 +155,12 @@ def read_flags():
             f"--size {args.size} --teacher {args.teacher}: {', '.join(SMALL)} go with --teacher none, which pretrains "
             "them; give such a run as --teacher of the next one"
         )
-    args.recipe = args.recipe or ("pretrain" if scratch else "hybrid" if hybrid else "default")
-    if scratch != (args.recipe == "pretrain"):
-        raise BadInput(f"--recipe {args.recipe} --teacher {args.teacher}: pretrain, and it alone, has no teacher")
+    alone = "recall" if args.size == "mqar" else "pretrain"
+    args.recipe = args.recipe or (alone if scratch else "hybrid" if hybrid else "default")
+    if scratch != (args.recipe in ("pretrain", "recall")):
+        raise BadInput(
+            f"--recipe {args.recipe} --teacher {args.teacher}: pretrain and recall, and they alone, have none"
+        )
     if args.calibrate is None:
         args.calibrate = 0 if hybrid or scratch or args.student else 16
     args.tokens_per_step = args.tokens_per_step or args.context * (16 if scratch else 1)
@@ -217,9 +220,8 @@ def options_of(args):
 
 
 def value_of(text):
-    """'true' -> True, 'none' -> None, '4' -> 4, and other text as it is."""
-    words = {"true": True, "false": False, "none": None}
-    return words.get(text.lower(), int(text) if text.isdecimal() else text)
+    """'true' -> True, '4' -> 4, and other text as it is."""
+    return {"true": True, "false": False}.get(text.lower(), int(text) if text.isdecimal() else text)
 
 
 def rates_of(args):
@@ -260,17 +262,27 @@ def ids_of(document, tokenizer, source):
     return ids
 
 
+def ids_from(args, tokenizer):
+    """Yield the ids of each document of --data, or of each exercise of mqar:N."""
+    if not (args.data or "").startswith("mqar:"):
+        yield from (ids_of(document, tokenizer, args.data) for document in evaluate.documents(args.data))
+    elif not args.data[5:].isdecimal() or tokenizer.vocab < 257 + 512:
+        raise BadInput(f"--data {args.data}: wanted mqar:8, eight pairs to recall, and --teacher none --size mqar")
+    else:
+        yield from (np.where(x < 0, x - 257, x + 257) for x in evaluate.recall(int(args.data[5:]), args.context))
+
+
 def prepare(args, tokenizer, needed):
-    """-> (training windows, at most 16 held-out ones), each (n, context): every 50th window of the text is held out.
+    """-> (training windows, at most 8k tokens or 16 windows held out), each (n, context): every 50th window of the text is held out.
 
     Documents are taken in order until there are 20M tokens or as many as `needed`, whichever is more; a run that needs
     more than there is goes round again.
     """
     parts, total, start = [], 0, time.time()
-    for document in evaluate.documents(args.data):
-        parts.append(np.array(ids_of(document, tokenizer, args.data), np.int32))
-        total += len(parts[-1])
-        if total > max(needed, 20_000_000):
+    for ids in ids_from(args, tokenizer):
+        parts.append(np.array(ids, np.int32))
+        total += len(ids)
+        if total > max(needed, 2_000_000 if args.size == "mqar" else 20_000_000):
             break
     n = total // args.context
     if n < 2:
@@ -280,7 +292,8 @@ def prepare(args, tokenizer, needed):
         )
     windows = torch.from_numpy(np.concatenate(parts)[: n * args.context]).view(n, args.context)
     held = torch.arange(n) % 50 == min(n, 50) - 1
-    shuffled = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))[:16]
+    shuffled = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))
+    shuffled = shuffled[: max(16, 8192 // args.context)]
     name = args.data or "docstrings of Python, torch and numpy"
     took = f"{(n - int(held.sum())) * args.context:,} tokens to train on, {time.time() - start:.0f} s to read"
     print(f"data: {name}: {took}, {len(shuffled)} windows held out")
@@ -602,10 +615,11 @@ def enter(run, stage, resumed):
 @torch.no_grad()
 def validate(run, sequences=4):
     """-> {"heldout": "kl" (to the teacher) | "ce" (there is none), "value": nats a token} on a few held-out windows."""
-    name, stage = ("kl", STAGES["logits"]) if run.teacher else ("ce", STAGES["ce"])
+    tokens, learn = unmark(run.held[:sequences].to(run.args.device))
+    name, stage, more = ("kl", "logits", {}) if run.teacher else ("ce", "logits", {"kl": 0, "ce": 1, "learn": learn})
     with evaluate.autocast(run.args.device, run.dtype):
-        tokens = unmark(run.held[:sequences].to(run.args.device))[0]
-        return {"heldout": name, "value": stage(run.student, run.teacher, tokens)[name].item()}
+        found = STAGES[stage](run.student, run.teacher, tokens, **more)
+    return {"heldout": name, "value": float(found[name])}
 
 
 def rows_of(metrics):
@@ -698,7 +712,7 @@ def models(args):
     """-> (teacher or None, tokenizer, student)."""
     if args.teacher == "none":
         named = args.tokenizer not in (None, "bytes")
-        tokenizer = teacher_tokenizer(args.tokenizer) if named else bytes_tokenizer()
+        tokenizer = teacher_tokenizer(args.tokenizer) if named else bytes_tokenizer(512 * (args.size == "mqar"))
         given = options_of(args) | ({"window": args.window} if args.window else {})
         if given.pop("keep"):
             raise BadInput(f"--keep {args.keep}: a model from scratch has the same mixer in every layer")
@@ -741,7 +755,7 @@ def main():
     windows, held = prepare(args, tokenizer, args.tokens)
     if begun and begun.get("text") != checksum(windows):
         raise BadInput(f"--resume: the text of --data {args.data} has changed since {folder} began; start a new run")
-    if args.recipe == "sft" and windows.min() >= 0:
+    if args.recipe in ("sft", "recall") and windows.min() >= 0:
         raise BadInput(f"--recipe sft --data {args.data}: no chats in it; give jsonl or parquet rows with 'messages'")
     report(student)
     legs = plan(args, recipe)
