@@ -273,7 +273,7 @@ def ids_from(args, tokenizer):
 
 
 def prepare(args, tokenizer, needed):
-    """-> (training windows, at most 8k tokens or 16 windows held out), each (n, context): every 50th window of the text is held out.
+    """-> (training windows, at most 8k tokens or 16 windows held out), each (n, context): every 50th is held out.
 
     Documents are taken in order until there are 20M tokens or as many as `needed`, whichever is more; a run that needs
     more than there is goes round again.
