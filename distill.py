@@ -161,12 +161,13 @@ def sft(student, teacher, tokens, backward=None, *, learn=None, block=512):
     return {"loss": losses["loss"], "sft": losses["ce"]}
 
 
+LOCAL = ("matrix", "weights", "attention", "hidden")  # each layer by itself, on the teacher's hidden states
 STAGES = {f.__name__: f for f in (matrix, weights, attention, hidden, logits, ce, sft)}
 
 
 def unmark(tokens):
-    """Tokens of chats, where what is read but not learned stands as ~id -> (ids, learn (B, T), or None if all are)."""
-    return (tokens, None) if tokens.min() >= 0 else (torch.where(tokens < 0, ~tokens, tokens), tokens >= 0)
+    """Tokens, where what is read but not learned (of a chat) stands as ~id -> (ids, learn), both (B, T)."""
+    return torch.where(tokens < 0, ~tokens, tokens), tokens >= 0
 
 
 def layers(student, teacher, tokens):
@@ -222,7 +223,7 @@ SCHEDULES = {  # done: share of the stage's steps; cuts: how often its held-out 
     "cosine": lambda done, cuts: 0.5 + 0.5 * math.cos(math.pi * done),
     "linear": lambda done, cuts: 1 - done,
     "constant": lambda done, cuts: 1.0,
-    "plateau": lambda done, cuts: 0.5**cuts,
+    "plateau": lambda done, cuts: 0.5**cuts,  # as `cuts_in` counts; LoLCATs' own patience is for longer runs
 }
 TRAINS = {  # which parameters, by name; those of layers kept softmax train under "blocks" and "all" only
     "new": lambda name: role(name) == "new",
@@ -235,15 +236,18 @@ TRAINS = {  # which parameters, by name; those of layers kept softmax train unde
 
 def role(name):
     """ "mixer" (q, k, v, o and their norms, the teacher's), "new" (what a mixer has beside them), or "trunk"."""
-    _, found, part = name.partition(".mixer.")
-    return (
-        "trunk" if not found else "mixer" if part.split(".")[0] in ("q", "k", "v", "o", "q_norm", "k_norm") else "new"
-    )
+    if ".mixer." not in name:
+        return "trunk"
+    part = name.split(".mixer.")[1].split(".")[0]
+    return "mixer" if part in ("q", "k", "v", "o", "q_norm", "k_norm") else "new"
 
 
-ALIGN = [Stage("attention", 0.026, 2e-4, trains="mixers"), Stage("hidden", 0.053, 2e-3, trains="blocks")]
 RECIPES = {  # rates are the papers' unless a comment says otherwise; they were set for 40M to 100B tokens
-    "haller": [*ALIGN, Stage("logits", 0.921, 3e-4, "linear", options={"ce": 1.0})],  # 2504.14366 section 4: 3B to 10B
+    "haller": [  # 2504.14366 section 4: 3B to 10B tokens
+        Stage("attention", 0.026, 2e-4, trains="mixers"),
+        Stage("hidden", 0.053, 2e-3, trains="blocks"),
+        Stage("logits", 0.921, 3e-4, "linear", options={"ce": 1.0}),
+    ],
     "mohawk": [  # 2408.10189: 80M, 160M, 2.76B tokens; the rates are haller's
         Stage("matrix", 0.027, 2e-4, trains="mixers"),
         Stage("hidden", 0.053, 2e-3, trains="blocks"),
@@ -306,7 +310,8 @@ class LoRA(nn.Module):
         self.B = nn.Parameter(weight.new_zeros(weight.size(0), rank))
 
     def forward(self, W):
-        return W + 2 * self.B @ self.A
+        with torch.autocast(W.device.type, enabled=False):
+            return W + 2 * self.B @ self.A
 
 
 def set_lora(student, rank):

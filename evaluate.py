@@ -10,9 +10,13 @@ item, so that a stopped scoring goes on and two models are compared on the same 
 and its picture from here, and train.py the text it reads. Nothing here trains.
 """
 
+import contextlib
 import csv
 import difflib
+import functools
+import hashlib
 import io
+import itertools
 import json
 import math
 import random
@@ -20,7 +24,6 @@ import re
 import time
 import typing
 import uuid
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +73,7 @@ def documents(source):
             yield from texts_of(file)
     elif path.is_file():
         yield from texts_of(path)
-    elif is_hub_name(source):
+    elif is_hub_name(source.split(":")[0]):
         yield from hub_texts(source)
     else:
         raise BadInput(f"--data {source}: no such file or folder; give one that exists, or a hub name such as a/b")
@@ -98,11 +101,12 @@ def row_of(row):
 
 
 def hub_texts(name):
-    """The 'text' or the 'messages' of each row of a hub data set, streamed."""
+    """The 'text' or 'messages' of each row of a hub data set, streamed; name: owner/name[:configuration[:split]]."""
     from datasets import load_dataset
 
+    name, config, split = (name.split(":") + ["", ""])[:3]
     with reading(f"--data {name}", "check the network and the name on the hub, or give a local file"):
-        for row in load_dataset(name, split="train", streaming=True):
+        for row in load_dataset(name, config or None, split=split or "train", streaming=True):
             yield row_of(row)
 
 
@@ -151,28 +155,31 @@ def recall(pairs, length, seed=0):
 
 
 @torch.no_grad()
-def heldout(student, teacher, tokens, batch=4):
+def heldout(student, teacher, tokens, block=512):
     """tokens (n, T) -> {"ce", "teacher_ce", "kl", "agreement"}: (mean, standard error over the n sequences).
 
     In nats per token; agreement: the share of positions where both put the same token first. No teacher: no more than
     "ce". Where only some tokens are learned, "answers" is the share of these that the student puts first.
     """
     tokens, learn = unmark(tokens)
-    rows = {"ce": []} | ({"teacher_ce": [], "kl": [], "agreement": []} if teacher else {})
-    rows |= {} if learn is None else {"answers": []}
-    for at, x in zip(range(0, len(tokens), batch), tokens.split(batch)):
-        ours, theirs = (model and model.trunk(x)[0] for model in (student, teacher))
-        for i, ids in enumerate(x):  # one sequence at a time: T × vocabulary floats
-            log_p = F.log_softmax(student.head(ours[i, :-1]).float(), -1)
-            rows["ce"].append(F.nll_loss(log_p, ids[1:]).item())
-            if learn is not None and (asked := learn[at + i, 1:]).any():
-                rows["answers"].append((log_p.argmax(-1) == ids[1:])[asked].double().mean().item())
-            if not teacher:
-                continue
-            log_t = F.log_softmax(teacher.head(theirs[i, :-1]).float(), -1)
-            rows["teacher_ce"].append(F.nll_loss(log_t, ids[1:]).item())
-            rows["kl"].append(F.kl_div(log_p, log_t, log_target=True, reduction="none").sum(-1).mean().item())
-            rows["agreement"].append((log_p.argmax(-1) == log_t.argmax(-1)).double().mean().item())
+    rows = {name: [] for name in ("ce", *(("teacher_ce", "kl", "agreement") if teacher else ()))}
+    rows |= {} if learn.all() else {"answers": []}
+    for ids, asked in zip(tokens, learn[:, 1:]):
+        ours, theirs = (model and model.trunk(ids[None])[0][0, :-1] for model in (student, teacher))
+        sums = dict.fromkeys(rows, 0.0)
+        for at in range(0, len(ids) - 1, block):  # block × vocabulary floats at once
+            part, following = slice(at, at + block), ids[1:][at : at + block]
+            log_p = F.log_softmax(student.head(ours[part]).float(), -1)
+            sums["ce"] += F.nll_loss(log_p, following, reduction="sum").item()
+            if "answers" in rows:
+                sums["answers"] += (log_p.argmax(-1) == following)[asked[part]].sum().item()
+            if teacher:
+                log_t = F.log_softmax(teacher.head(theirs[part]).float(), -1)
+                sums["teacher_ce"] += F.nll_loss(log_t, following, reduction="sum").item()
+                sums["kl"] += F.kl_div(log_p, log_t, log_target=True, reduction="sum").item()
+                sums["agreement"] += (log_p.argmax(-1) == log_t.argmax(-1)).sum().item()
+        for name, total in sums.items():
+            rows[name].append(total / (asked.sum().clamp(min=1).item() if name == "answers" else len(ids) - 1))
     return {name: mean_and_error(values) for name, values in rows.items()}
 
 
@@ -186,35 +193,58 @@ def mean_and_error(values):
 # ------------------------------------------------------------------ tasks
 
 
-class Question(typing.NamedTuple):
-    """One item. choose: pairs and answer; complete greedily: pairs of one; generate: prompt and wanted; roll: text."""
+class Choice(typing.NamedTuple):
+    """The likeliest of some pairs (context, continuation) is the answer."""
 
-    pairs: list = ()  # [(context, continuation)]
-    answer: int = None  # index of the right pair; None: the continuation must be the greedy one
-    prompt: str = ""
-    wanted: str = ""  # what the generated text must hold, or come to after "####"
-    new: int = 0  # tokens to generate
-    text: str = ""  # to be predicted whole
-    size: tuple = ()  # its words and bytes, before it was prepared for the model
+    pairs: list
+    answer: int
     group: str = ""  # subject or relation
 
 
+class Exact(typing.NamedTuple):
+    """The continuation of one pair must be the greedy one."""
+
+    pairs: list
+
+
+class Written(typing.NamedTuple):
+    """Text that is generated must hold what is wanted, or come to the same number after "####"."""
+
+    prompt: str
+    wanted: str
+    new: int  # tokens to generate
+    until: tuple = ()  # what ends it
+
+
+class Page(typing.NamedTuple):
+    """A text to be predicted whole; words and bytes are those of the page before it was prepared."""
+
+    text: str
+    words: int
+    bytes: int
+
+
 class Task(typing.NamedTuple):
-    """files: pattern under --data-dir; hub: (dataset, configuration, split); ask: (row, examples) -> Question."""
+    """files: pattern under --data-dir; hub: dataset, configuration, split; ask: (row, examples) -> question."""
 
     files: str
     hub: tuple
     ask: typing.Callable
     mixed: bool = False  # --limit takes a fixed random choice, as the rows come sorted
+    shown: tuple = ()  # (files, split) of the examples shown first, and how many unless --shots says otherwise
+    shots: int = 0
 
 
 def choose(context, choices, answer, group=""):
-    return Question([(context, " " + choice) for choice in choices], answer, group=group)
+    """A Choice by continuation; ValueError if none of the choices is the answer."""
+    if answer not in range(len(choices)):
+        raise ValueError(f"{answer!r} is right among {len(choices)} choices: take a labelled split")
+    return Choice([(context, " " + choice) for choice in choices], answer, group)
 
 
 def lambada(row, _):
     context, _, last = row["text"].rpartition(" ") if "text" in row else (row["context"], "", row["continuation"])
-    return Question([(context, " " + last.strip())])
+    return Exact([(context, " " + last.strip())])
 
 
 def hellaswag(row, _):
@@ -223,28 +253,28 @@ def hellaswag(row, _):
 
     in_parts = "ctx_b" in row
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}" if in_parts else row["ctx"]
-    return choose(
-        plain(context), [plain(e) for e in row["endings"]], int(row["gold"] if "gold" in row else row["label"])
-    )
+    gold = int(row["label"] if in_parts else row["gold"])
+    return choose(plain(context), [plain(ending) for ending in row["endings"]], gold)
 
 
 def piqa(row, _):
     if "goal" in row:
         row = {"query": row["goal"], "choices": [row["sol1"], row["sol2"]], "gold": int(row["label"])}
-    return ask_query(row, _)
+    return science(row, _)
 
 
-def ask_query(row, _):
-    """ARC and OpenBookQA from the hub, and what local files have as query, choices, gold."""
-    question, choices, gold = (
-        row.get("query") or row.get("question") or row["question_stem"],
-        row["choices"],
-        row.get("gold"),
-    )
+def science(row, _):
+    """ARC from the hub, and what local files have as query, choices, gold."""
+    question = row["query"] if "query" in row else row["question"]
+    choices, gold = row["choices"], row.get("gold")
     if isinstance(choices, dict):
         choices, gold = choices["text"], choices["label"].index(row["answerKey"])
     question = question.removesuffix("Answer:").removeprefix("Question:").strip()
     return choose(f"Question: {question}\nAnswer:", choices, gold)
+
+
+def openbookqa(row, _):
+    return choose(row["question_stem"], row["choices"]["text"], row["choices"]["label"].index(row["answerKey"].strip()))
 
 
 def winogrande(row, _):
@@ -253,37 +283,40 @@ def winogrande(row, _):
         before, _, after = row["sentence"].partition("_")
         options = [before + row["option1"], before + row["option2"]]
         row = {"context_options": options, "continuation": after.strip(), "gold": int(row["answer"]) - 1}
-    return Question([(context, " " + row["continuation"]) for context in row["context_options"]], row["gold"])
+    return Choice([(context, " " + row["continuation"]) for context in row["context_options"]], row["gold"])
 
 
 def mmlu(row, shots, letters=False):
     """letters: the choices are listed and the model names one; else it gives the answer's words (cloze)."""
-    names = "ABCD"
+
+    def said(r):
+        return list("ABCD"[: len(r["choices"])]) if letters else r["choices"]
 
     def block(r):
-        listed = "".join(f"{n}. {c}\n" for n, c in zip(names, r["choices"]))
-        return f"{r['question'].strip()}\n{listed}Answer:" if letters else f"Question: {r['question'].strip()}\nAnswer:"
+        if not letters:
+            return f"Question: {r['question'].strip()}\nAnswer:"
+        return r["question"].strip() + "".join(f"\n{n}. {c}" for n, c in zip(said(r), r["choices"])) + "\nAnswer:"
 
-    said = [f"{block(r)} {names[r['answer']] if letters else r['choices'][r['answer']]}\n\n" for r in shots]
-    about = f"The following are multiple choice questions (with answers) about {row['subject'].replace('_', ' ')}.\n\n"
-    choices = list(names[: len(row["choices"])]) if letters else row["choices"]
-    return choose((about if letters else "") + "".join(said) + block(row), choices, int(row["answer"]), row["subject"])
+    kind = "multiple choice questions" if letters else "questions"
+    about = f"The following are {kind} (with answers) about {row['subject'].replace('_', ' ')}.\n\n"
+    examples = "".join(f"{block(r)} {said(r)[int(r['answer'])]}\n\n" for r in shots)
+    return choose(about + examples + block(row), said(row), int(row["answer"]), row["subject"])
 
 
 def bear(row, _):
     """Which of the relation's answers makes the likeliest sentence (arXiv 2404.04113, first template)."""
     sentences = [row["template"].replace("[X]", row["sub_label"]).replace("[Y]", y) for y in row["answers"]]
-    return Question([("", sentence) for sentence in sentences], row["answer_idx"], group=row["relation"])
+    return Choice([("", sentence) for sentence in sentences], row["answer_idx"], row["relation"])
 
 
 def gsm8k(row, shots):
-    """Five worked examples, then the number after ####, or the last number."""
-    said = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in shots)
-    return Question(prompt=said + f"Question: {row['question']}\nAnswer:", wanted=row["answer"], new=256)
+    """Worked examples, then the number after ####, or the last number."""
+    examples = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in shots)
+    return Written(f"{examples}Question: {row['question']}\nAnswer:", row["answer"], 256, ("Question:",))
 
 
 def wikitext(row, _):
-    """A page, its marks undone as lm-eval does it; words and bytes are counted in the page as it is."""
+    """A page, its marks undone as lm-eval does it."""
     page = row["page"]
     text = page.replace("s '", "s'")
     for mark in "-,.":
@@ -296,34 +329,32 @@ def wikitext(row, _):
         text = text.replace(marks, marks.replace(" ", ""))
     for old, new in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         text = text.replace(old, new)
-    return Question(text=text, size=(len(re.split(r"\s+", page)), len(page.encode())))
+    return Page(text, len(re.split(r"\s+", page)), len(page.encode()))
 
 
+MMLU = "mmlu/test/*.csv", ("cais/mmlu", "all", "test")
 TASKS = {
     "lambada": Task("lambada*.jsonl", ("EleutherAI/lambada_openai", "default", "test"), lambada),
     "hellaswag": Task("hellaswag*.jsonl", ("Rowan/hellaswag", None, "validation"), hellaswag),
     "piqa": Task("piqa*.jsonl", ("baber/piqa", None, "validation"), piqa),
-    "arc_easy": Task("arc_easy*.jsonl", ("allenai/ai2_arc", "ARC-Easy", "test"), ask_query),
-    "arc_challenge": Task("arc_challenge*.jsonl", ("allenai/ai2_arc", "ARC-Challenge", "test"), ask_query),
+    "arc_easy": Task("arc_easy*.jsonl", ("allenai/ai2_arc", "ARC-Easy", "test"), science),
+    "arc_challenge": Task("arc_challenge*.jsonl", ("allenai/ai2_arc", "ARC-Challenge", "test"), science),
     "winogrande": Task("winogrande*.jsonl", ("allenai/winogrande", "winogrande_xl", "validation"), winogrande),
-    "openbookqa": Task("openbookqa*.jsonl", ("allenai/openbookqa", "main", "test"), ask_query),
-    "mmlu": Task("mmlu/test/*.csv", ("cais/mmlu", "all", "test"), mmlu, True),
-    "mmlu_letters": Task(
-        "mmlu/test/*.csv", ("cais/mmlu", "all", "test"), lambda row, shots: mmlu(row, shots, letters=True), True
-    ),
-    "bear": Task("bear/P*.jsonl", ("lm-pub-quiz/BEAR", None, "test"), bear, True),
+    "openbookqa": Task("openbookqa*.jsonl", ("allenai/openbookqa", "main", "test"), openbookqa),
+    "mmlu": Task(*MMLU, mmlu, True, ("mmlu/dev/*.csv", "dev")),
+    "mmlu_letters": Task(*MMLU, functools.partial(mmlu, letters=True), True, ("mmlu/dev/*.csv", "dev"), 5),
+    "bear": Task("bear/P*.jsonl", None, bear, True),
     "wikitext": Task("wiki.test.raw", ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", "test"), wikitext),
-    "gsm8k": Task("gsm8k/test.jsonl", ("openai/gsm8k", "main", "test"), gsm8k),
-}
-SHOWN = {  # where the examples shown first come from, and how many there are unless --shots says otherwise
-    "mmlu": ("mmlu/dev/*.csv", ("cais/mmlu", "all", "dev"), 0),
-    "mmlu_letters": ("mmlu/dev/*.csv", ("cais/mmlu", "all", "dev"), 5),
-    "gsm8k": ("gsm8k/train.jsonl", ("openai/gsm8k", "main", "train"), 5),
+    "gsm8k": Task(
+        "gsm8k/test.jsonl", ("openai/gsm8k", "main", "test"), gsm8k, shown=("gsm8k/train.jsonl", "train"), shots=5
+    ),
 }
 
 
 def rows_of(task, data_dir, files, hub):
     """The rows of a task from data_dir/**/<files>, else from the hub; BadInput says what was looked for."""
+    if not data_dir and not hub:
+        raise BadInput(f"task {task!r} is not on the hub; give --data-dir with its authors' {files} in it")
     if not data_dir:
         from datasets import load_dataset
 
@@ -331,7 +362,7 @@ def rows_of(task, data_dir, files, hub):
             return list(load_dataset(hub[0], hub[1], split=hub[2]))
     found = sorted(Path(data_dir).rglob(files))
     if not found:
-        raise BadInput(f"task {task!r}: no {files} under {data_dir}; without --data-dir the hub's {hub[0]} is taken")
+        raise BadInput(f"task {task!r}: no {files} under {data_dir}" + (f"; the hub has {hub[0]}" if hub else ""))
     rows = []
     for file in found:
         with reading(file):
@@ -360,136 +391,158 @@ def local_rows(file):
     return rows
 
 
-def questions_of(task, data_dir, limit=0, shots=None):
-    """-> [Question]; BadInput names the item that has no labelled answer among its choices."""
-    name, files, hub, ask, mixed = task, *TASKS[task]
-    rows = rows_of(name, data_dir, files, hub)
-    if mixed and limit:
+def questions_of(name, data_dir, limit=0, shots=None):
+    """The questions of a row of TASKS; BadInput for items without what it reads, or without a labelled answer."""
+    task, before = TASKS[name], {}
+    rows = rows_of(name, data_dir, task.files, task.hub)
+    if task.mixed and limit:
         random.Random(0).shuffle(rows)
-    rows, before = rows[: limit or None], {}
-    if name in SHOWN:
-        *where, usual = SHOWN[name]
-        shots = usual if shots is None else shots
-        for row in rows_of(name, data_dir, *where) if shots else ():
+    shots = task.shots if shots is None else shots
+    if task.shown and shots:
+        files, split = task.shown
+        for row in rows_of(name, data_dir, files, (*task.hub[:2], split)):
             before.setdefault(row.get("subject"), []).append(row)
-    with reading(f"task {name!r}", "its items lack the fields that TASKS reads"):
-        asked = [ask(row, before.get(row.get("subject"), [])[:shots]) for row in rows]
-    for i, q in enumerate(asked):
-        if q.pairs and q.answer is not None and q.answer not in range(len(q.pairs)):
-            raise BadInput(
-                f"task {name!r}: item {i} calls {q.answer!r} right among {len(q.pairs)}; take a labelled split"
-            )
+    with reading(f"task {name!r}", "give items with the fields that TASKS reads"):
+        asked = [task.ask(row, before.get(row.get("subject"), [])[:shots]) for row in rows[: limit or None]]
     if not asked:
         raise BadInput(f"task {name!r}: no items; give files that have some")
     return asked
 
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-KEYS = [
-    f"{a}-{n}" for a in ("amber", "brave", "calm", "eager", "jolly", "noble") for n in ("anchor", "basket", "candle")
-]
+ADJECTIVES = (
+    "amber",
+    "brave",
+    "calm",
+    "daring",
+    "eager",
+    "gentle",
+    "jolly",
+    "keen",
+    "mellow",
+    "noble",
+    "quiet",
+    "rapid",
+)
+NOUNS = ("anchor", "basket", "candle", "dragon", "engine", "forest", "garden", "hammer", "island", "kettle", "lantern")
 
 
-def needles(level, tokens, tokenizer, text, n, seed=0):
-    """n Questions of RULER's needle in a haystack (arXiv 2404.06654), prompts of at most `tokens` tokens.
+def needles(level, tokens, tokenizer, text, n, new=64, seed=0):
+    """n questions of RULER's single needle in a haystack (arXiv 2404.06654), prompt and answer within `tokens` tokens.
 
     level 1: the haystack repeats five sentences; 2: it is `text`; 3: and the value is a UUID. The depth is random.
     """
     kind, draw, made = "uuid" if level == 3 else "number", random.Random(f"{seed} {level} {tokens}"), []
-    hay = [NOISE] if level == 1 else [s for s in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if s]
-    sizes = [len(tokenizer.encode(" " + s)) for s in hay]
+    hay, between = ([NOISE], "\n") if level == 1 else (text.split(), " ")
+    if not hay:
+        raise BadInput("--haystack: no words in it; give a text")
+    sizes = [len(tokenizer.encode(between + unit)) for unit in hay]
+    before = f"A special magic {kind} is hidden within the following text. Make sure to memorize it."
+    before += f" I will quiz you about the {kind} afterwards.\n"
     for _ in range(n):
-        key = draw.choice(KEYS)
+        key = f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}"
         value = str(uuid.UUID(int=draw.getrandbits(128))) if level == 3 else str(draw.randint(10**6, 10**7 - 1))
-        before = f"Some special magic {kind}s are hidden within the following text. Make sure to memorize it."
-        before += f" I will quiz you about the {kind}s afterwards.\n"
         asked = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
         asked += f" The special magic {kind} for {key} mentioned in the provided text is"
         needle = f"One of the special magic {kind}s for {key} is: {value}."
-        room, at, sentences = tokens - len(tokenizer.encode(before + needle + asked)) - 4, draw.randrange(len(hay)), []
+        room, at, units = (
+            tokens - new - len(tokenizer.encode(before + needle + asked)) - 4,
+            draw.randrange(len(hay)),
+            [],
+        )
         while room >= sizes[at % len(hay)]:
-            sentences.append(hay[at % len(hay)])
+            units.append(hay[at % len(hay)])
             room, at = room - sizes[at % len(hay)], at + 1
-        sentences.insert(draw.randint(0, len(sentences)), needle)
-        made.append(Question(prompt=before + " ".join(sentences) + asked, wanted=value, new=48, group=str(tokens)))
+        depth = draw.randint(0, len(units))
+        while depth and units[depth - 1][-1] not in ".!?":  # the end of a sentence
+            depth -= 1
+        units.insert(depth, needle)
+        made.append(Written(before + between.join(units) + asked, value, new))
     return made
+
+
+@functools.cache
+def haystack(source, size=1_000_000):
+    """About `size` characters of a text to hide needles in."""
+    found, total = [], 0
+    for document in documents(source):
+        if not isinstance(document, str):
+            raise BadInput(f"--haystack {source}: chats; give a text")
+        found.append(document)
+        total += len(document)
+        if total > size:
+            break
+    return "\n".join(found)[:size]
 
 
 # ------------------------------------------------------------------ what a model answers
 
 
-def encode_pair(tokenizer, context, continuation):
-    """-> (ids, where the continuation starts), cut between the two as lm-eval cuts; a first token if need be."""
+def encode_pair(tokenizer, context, continuation, longest):
+    """-> (ids, where the continuation starts, was the beginning cut): cut in two, and to `longest` read tokens, as
+    lm-eval does it."""
     bare = context.rstrip()
     context, continuation = bare, context[len(bare) :] + continuation
     first = [] if tokenizer.bos is None else [tokenizer.bos]
     if not context:
         first = first or [tokenizer.eos]
     before = first + tokenizer.encode(context)
-    whole = first + tokenizer.encode(context + continuation)
-    return before + whole[len(before) :], len(before)
+    ids = before + (first + tokenizer.encode(context + continuation))[len(before) :]
+    over = max(len(ids) - 1 - longest, 0)  # the last one is predicted, not read
+    return ids[over:], max(len(before) - over, 1), over > 0
+
+
+def windows_of(tokenizer, text, longest):
+    """A text side by side in windows of `longest` read tokens, each predicted once, as lm-eval -> [(ids, start)]."""
+    ids, pairs = tokenizer.encode(text), []
+    first = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+    for at in range(0, len(ids), longest):
+        end = min(at + longest, len(ids))
+        begin = max(end - longest, 0)  # the last one, if short, sees as much as the others
+        pairs.append(([ids[begin - 1] if begin else first, *ids[begin:end]], at - begin + 1))
+    return pairs
 
 
 @torch.no_grad()
-def likelihoods(model, tokenizer, pairs, *, batch=16, longest=None, device="cpu", bar=None):
-    """[(context, continuation)] -> [(log-likelihood of the continuation, is it greedy, was it cut)], same order.
-
-    A pair longer than `longest` tokens (default: the model's context) loses its beginning, and says so.
-    """
-    longest = min(longest or model.config.context, model.config.context)
-    encoded, results = [], {}
-    for context, continuation in pairs:
-        ids, start = encode_pair(tokenizer, context, continuation)
-        over = max(len(ids) - 1 - longest, 0)  # the last one is predicted, not read
-        encoded.append((ids[over:], max(start - over, 1), over > 0))
-    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i][0]))
+def likelihoods(model, pairs, *, at_once=2048, device="cpu", bar=None):
+    """[(ids, start)] -> [(log-likelihood of ids[start:], are they greedy)], same order, `at_once` tokens at a time."""
+    order, results = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0])), {}
     while order:
-        room = max(batch * 128 // len(encoded[order[0]][0]), 1)  # a batch of long ones holds fewer
-        group, order = order[:room], order[room:]
-        x = torch.full((len(group), len(encoded[group[0]][0]) - 1), tokenizer.eos)  # right padding: causal, never read
+        longest = len(pairs[order[0]][0]) - 1
+        group, order = order[: max(at_once // longest, 1)], order[max(at_once // longest, 1) :]
+        x = torch.zeros(len(group), longest, dtype=torch.long)  # padding on the right: causal, never read
         for row, i in enumerate(group):
-            x[row, : len(encoded[i][0]) - 1] = torch.tensor(encoded[i][0][:-1])
+            x[row, : len(pairs[i][0]) - 1] = torch.tensor(pairs[i][0][:-1])
         h = model.trunk(x.to(device))[0]
         for row, i in enumerate(group):
-            ids, start, cut = encoded[i]
-            log_p = F.log_softmax(model.head(h[row, start - 1 : len(ids) - 1]).float(), -1).cpu()
-            wanted = torch.tensor(ids[start:])
-            greedy = bool((log_p.argmax(-1) == wanted).all())
-            results[i] = (log_p.gather(-1, wanted[:, None]).sum().item(), greedy, cut)
+            ids, start = pairs[i]
+            wanted, total, greedy = torch.tensor(ids[start:], dtype=torch.long), 0.0, True
+            for part, rows in zip(h[row, start - 1 : len(ids) - 1].split(512), wanted.split(512)):
+                log_p = F.log_softmax(model.head(part).float(), -1).cpu()
+                total += log_p.gather(-1, rows[:, None]).sum().item()
+                greedy &= bool((log_p.argmax(-1) == rows).all())
+            results[i] = total, greedy
         if bar:
             bar.update(len(group))
     return [results[i] for i in range(len(pairs))]
 
 
 @torch.no_grad()
-def rolling(model, tokenizer, text, *, window=2048, device="cpu"):
-    """-> (log-likelihood of all of a text, its tokens): windows side by side, each token predicted once, as lm-eval."""
-    ids = tokenizer.encode(text)
-    first, window = tokenizer.eos if tokenizer.bos is None else tokenizer.bos, min(window, model.config.context)
-    total = 0.0
-    for at in range(0, len(ids), window):
-        end = min(at + window, len(ids))
-        begin, wanted = (
-            max(end - window, 0),
-            torch.tensor(ids[at:end]),
-        )  # the last, if short, sees as much as the others
-        x = torch.tensor([[ids[begin - 1] if begin else first, *ids[begin : end - 1]]])
-        h = model.trunk(x.to(device))[0][0, at - begin :]
-        for part, rows in zip(h.split(512), wanted.split(512)):  # 512 × vocabulary at once
-            total += F.log_softmax(model.head(part).float(), -1).cpu().gather(-1, rows[:, None]).sum().item()
-    return total, len(ids)
+def generate(model, tokenizer, prompts, new, *, until=(), piece=2048, device="cpu"):
+    """Greedy texts after prompts, all at once -> [(text, was the prompt's beginning cut)].
 
-
-@torch.no_grad()
-def generate(model, tokenizer, prompts, new, *, until=(), device="cpu"):
-    """Greedy texts after prompts, all at once: shorter ones are padded on the left, which changes nothing."""
-    encoded = [([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(p) for p in prompts]
-    longest, found, over = max(map(len, encoded)), [[] for _ in prompts], set()
-    x = torch.tensor([[tokenizer.eos] * (longest - len(ids)) + ids for ids in encoded])
-    mask = torch.tensor([[False] * (longest - len(ids)) + [True] * len(ids) for ids in encoded])
-    state, piece = None, 2048  # a prompt is read in pieces, so that memory does not grow with it
-    for a, m in zip(x.split(piece, 1), mask.split(piece, 1)):
-        h, state = model.trunk(a.to(device), state, mask=None if m.all() else m.to(device))
+    Shorter prompts are padded on the left, which changes nothing; they are read `piece` tokens at a time. Only learned
+    positions have an end, and cut what does not fit.
+    """
+    first = [] if tokenizer.bos is None else [tokenizer.bos]
+    encoded = [first + tokenizer.encode(prompt) or [tokenizer.eos] for prompt in prompts]
+    places = max(model.config.context - new, 1) if model.config.learned else max(map(len, encoded))
+    kept, found, over = [ids[-places:] for ids in encoded], [[] for _ in prompts], set()
+    longest, state = max(map(len, kept)), None
+    x = torch.tensor([[tokenizer.eos] * (longest - len(ids)) + ids for ids in kept], device=device)
+    mask = torch.tensor([[False] * (longest - len(ids)) + [True] * len(ids) for ids in kept], device=device)
+    for ids, real in zip(x.split(piece, 1), mask.split(piece, 1)):
+        h, state = model.trunk(ids, state, mask=None if real.all() else real)
     for _ in range(new):
         token = model.head(h[:, -1]).argmax(-1)
         for i, t in enumerate(token.tolist()):
@@ -501,46 +554,56 @@ def generate(model, tokenizer, prompts, new, *, until=(), device="cpu"):
             break
         h, state = model.trunk(token[:, None], state)
     texts = [tokenizer.decode(ids) for ids in found]
-    return [min((text.split(word)[0] for word in until), key=len, default=text) for text in texts]
+    texts = [min((text.split(word)[0] for word in until), key=len, default=text) for text in texts]
+    return [(text, len(ids) > places) for text, ids in zip(texts, encoded)]
 
 
-def answers(model, tokenizer, questions, file=None, *, chunk=128, device="cpu", title=""):
-    """What the model answers to each Question -> [dict]; `file` keeps them, a chunk at a time, and has them again."""
-    done, keys = {}, [f"{zlib.crc32(repr(q).encode()):08x}" for q in questions]
+def answers(model, tokenizer, questions, file=None, *, chunk=None, device="cpu", title=""):
+    """What the model answers to each question -> [dict]; `file` keeps them, a chunk at a time, and has them again."""
+    keys, done = [hashlib.sha1(repr(q).encode()).hexdigest()[:16] for q in questions], {}
     if file is not None and file.exists():
         with reading(file, "delete it"):
-            done = {
-                row["key"]: row for row in map(json.loads, filter(None, file.read_text(encoding="utf-8").split("\n")))
-            }
-    open_ones = [i for i, key in enumerate(keys) if key not in done]
-    open_ones.sort(key=lambda i: len(questions[i].prompt))
-    with tqdm(total=len(questions), initial=len(questions) - len(open_ones), desc=title, leave=False) as bar:
-        for at in range(0, len(open_ones), chunk):
-            part = open_ones[at : at + chunk]
+            whole = file.read_text(encoding="utf-8").rpartition("\n")[0]  # a kill may have left half a line
+            file.write_text(whole + "\n" * bool(whole), encoding="utf-8")
+            done = {row["key"]: row for row in map(json.loads, filter(None, whole.split("\n")))}
+    left = [i for i, key in enumerate(keys) if key not in done]
+    left.sort(key=lambda i: len(getattr(questions[i], "prompt", "")))
+    chunk = chunk or (128 if hasattr(questions[0], "pairs") else 8)
+    with tqdm(total=len(questions), initial=len(questions) - len(left), desc=title, leave=False) as bar:
+        for at in range(0, len(left), chunk):
+            part = left[at : at + chunk]
             for i, row in zip(part, answer([questions[i] for i in part], model, tokenizer, device)):
                 done[keys[i]] = {"key": keys[i]} | row
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with file.open("a", encoding="utf-8") as log:
-                    log.writelines(json.dumps(done[keys[i]], ensure_ascii=False) + "\n" for i in part)
+                    log.writelines(json.dumps(done[keys[i]]) + "\n" for i in part)
             bar.update(len(part))
     return [done[key] for key in keys]
 
 
 def answer(questions, model, tokenizer, device):
-    """-> one dict a Question, all of one kind."""
-    if questions[0].pairs:
-        found = iter(likelihoods(model, tokenizer, [p for q in questions for p in q.pairs], device=device))
-        rows = [[next(found) for _ in q.pairs] for q in questions]
-        return [{"ll": [r[0] for r in row], "greedy": row[0][1], "cut": any(r[2] for r in row)} for row in rows]
-    if questions[0].text:
-        return [dict(zip(("ll", "tokens"), rolling(model, tokenizer, q.text, device=device))) for q in questions]
+    """-> one dict a question, all of one kind."""
+    if isinstance(questions[0], Written):
+        texts, (_, _, new, until) = [], questions[0]
+        together = max(8192 // max(len(tokenizer.encode(q.prompt)) for q in questions), 1)
+        for at in range(0, len(questions), together):
+            prompts = [q.prompt for q in questions[at : at + together]]
+            texts += generate(model, tokenizer, prompts, new, until=until, device=device)
+        return [{"text": text, "cut": cut} for text, cut in texts]
+    longest = model.config.context
+    if isinstance(questions[0], Page):
+        asked = [windows_of(tokenizer, q.text, min(longest, 2048)) for q in questions]
+    else:
+        asked = [[encode_pair(tokenizer, *pair, longest) for pair in q.pairs] for q in questions]
+    found = iter(likelihoods(model, [pair[:2] for pairs in asked for pair in pairs], device=device))
     rows = []
-    for at in range(0, len(questions), 8):
-        part = questions[at : at + 8]
-        until = ("Question:",) if "####" in part[0].wanted else ("\n",)
-        texts = generate(model, tokenizer, [q.prompt for q in part], part[0].new, until=until, device=device)
-        rows += [{"text": text} for text in texts]
+    for q, pairs in zip(questions, asked):
+        lls = [next(found) for _ in pairs]
+        if isinstance(q, Page):
+            rows.append({"ll": sum(ll for ll, _ in lls), "tokens": sum(len(ids) - start for ids, start in pairs)})
+        else:
+            rows.append({"ll": [ll for ll, _ in lls], "greedy": lls[0][1], "cut": any(pair[2] for pair in pairs)})
     return rows
 
 
@@ -551,25 +614,22 @@ def number_in(text):
 
 
 def metrics(questions, answered):
-    """-> {metric: values by item}; wikitext's are (log-likelihood, words | bytes | tokens)."""
-    if questions[0].text:
-        counts = {
-            "word_ppl": lambda q, a: q.size[0],
-            "byte_ppl": lambda q, a: q.size[1],
-            "token_ppl": lambda q, a: a["tokens"],
-        }
-        return {name: [(a["ll"], n(q, a)) for q, a in zip(questions, answered)] for name, n in counts.items()}
-    if questions[0].prompt:
-        worked = "####" in questions[0].wanted
-        right = lambda q, a: number_in(a["text"]) == number_in(q.wanted) if worked else q.wanted in a["text"]
-        return {"acc": [float(right(q, a)) for q, a in zip(questions, answered)]}
-    if questions[0].answer is None:
+    """-> {metric: values by item}; a perplexity's are (log-likelihood, words | bytes | tokens)."""
+    both, kind = list(zip(questions, answered)), type(questions[0])
+    if kind is Page:
+        counts = {"word_ppl": [q.words for q in questions], "byte_ppl": [q.bytes for q in questions]}
+        counts |= {"token_ppl": [a["tokens"] for a in answered]}
+        return {name: [(a["ll"], n) for a, n in zip(answered, ns)] for name, ns in counts.items()}
+    if kind is Written:
+        same = lambda text, wanted: number_in(text) == number_in(wanted) if "####" in wanted else wanted in text
+        return {"acc": [float(same(a["text"], q.wanted)) for q, a in both]}
+    if kind is Exact:
         return {"acc": [float(a["greedy"]) for a in answered], "ppl": [(a["ll"][0], 1) for a in answered]}
     likeliest = lambda values: max(range(len(values)), key=values.__getitem__)
     by_size = lambda q, a: [ll / max(len(c) - 1, 1) for ll, (_, c) in zip(a["ll"], q.pairs)]
-    found = {"acc": [float(likeliest(a["ll"]) == q.answer) for q, a in zip(questions, answered)]}
+    found = {"acc": [float(likeliest(a["ll"]) == q.answer) for q, a in both]}
     if len({c for _, c in questions[0].pairs}) > 1:  # winogrande's continuations are all the same
-        found["acc_norm"] = [float(likeliest(by_size(q, a)) == q.answer) for q, a in zip(questions, answered)]
+        found["acc_norm"] = [float(likeliest(by_size(q, a)) == q.answer) for q, a in both]
     return found
 
 
@@ -585,10 +645,8 @@ def summary(values):
 
 
 def recovered(ours, theirs, draws=1000):
-    """Share of the teacher's accuracy -> (value, 2.5%, 97.5%) by resampling items; the items are the same."""
+    """Share of the teacher's accuracy on the same items -> (value, 2.5%, 97.5%) by resampling items."""
     both = torch.tensor([ours, theirs], dtype=torch.float64)
-    if both[1].sum() == 0:
-        return None
     rows = torch.randint(len(ours), (draws, len(ours)), generator=torch.Generator().manual_seed(0))
     a, b = both[:, rows].sum(-1)
     low, high = torch.quantile(a / b.clamp(min=0.5), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -610,36 +668,31 @@ def show(pair, form=".3f"):
     return f"{pair[0]:{form}}" + ("" if math.isnan(pair[1]) else f" ± {pair[1]:{form}}")
 
 
-def table_of(teacher, others):
-    """[row], the first of names: a line a metric, the teacher first, with what each student recovers of an accuracy.
+def table_of(models, teacher=True):
+    """Rows, the first of names: a line a metric; teacher: models[0] is it, and each student recovers so much of it.
 
-    teacher, others: {"name", "held": of `heldout` or None, "tasks": {task: {metric: values by item}}}; teacher or None.
+    models: {"name", "held": of `heldout` or None, "tasks": {task: {metric: values by item}}, "harness": of lm-eval}.
     """
-    models = [m for m in (teacher, *others) if m]
-    rows = [["", *(m["name"] for m in models)]]
-    fields = {
+    rows, held = [["", *(m["name"] for m in models)]], [m["held"] or {} for m in models]
+    own = {"ce": next((show(h["teacher_ce"]) for h in held if "teacher_ce" in h), ""), "kl": "0", "agreement": "1"}
+    words = {
         "ce": "held-out CE (nats)",
         "kl": "KL to the teacher",
         "agreement": "same top token",
         "answers": "answers right",
     }
-    for field, words in fields.items():
-        cells = [show(m["held"][field]) if m["held"] and field in m["held"] else "" for m in others]
-        first = [m["held"]["teacher_ce"] for m in others if m["held"] and "teacher_ce" in m["held"]]
-        if any(cells):
-            own = {"ce": show(first[0]) if first else "", "kl": "0", "agreement": "1"}.get(field, "")
-            rows.append([words, *([own] if teacher else []), *cells])
+    for field, title in words.items():
+        if any(field in h for h in held):
+            cells = [show(h[field]) if field in h else "" for h in held]
+            rows.append([title, *([own.get(field, ""), *cells[1:]] if teacher else cells)])
     for task, metric in dict.fromkeys((t, name) for m in models for t, found in m["tasks"].items() for name in found):
-        cells = []
-        for m in models:
-            values = m["tasks"].get(task, {}).get(metric)
-            cell = show(summary(values)) if values else ""
-            if teacher and m is not teacher and values and metric.startswith("acc"):
-                share = recovered(values, teacher["tasks"][task][metric])
-                cell += f"  {share[0]:.0%} [{share[1]:.0%}, {share[2]:.0%}]" if share else ""
-            cells.append(cell)
-        n = next(len(m["tasks"][task][metric]) for m in models if task in m["tasks"])
-        rows.append([f"{task} {metric} ({n})", *cells])
+        values = [m["tasks"][task][metric] for m in models]
+        cells = [show(summary(v)) for v in values]
+        for i, v in enumerate(values[1:], 1) if teacher and metric.startswith("acc") and any(values[0]) else ():
+            cells[i] += "  {:.0%} [{:.0%}, {:.0%}]".format(*recovered(v, values[0]))
+        rows.append([f"{task} {metric} ({len(values[0])})", *cells])
+    for task, metric in dict.fromkeys((t, name) for m in models for t, found in m["harness"].items() for name in found):
+        rows.append([f"{task} {metric} (lm-eval)", *(show(m["harness"][task][metric]) for m in models)])
     return rows
 
 
@@ -656,63 +709,68 @@ def as_text(rows, markdown=False):
 
 def scoreboard(held):
     """The table of one student on held-out text; held: `heldout`'s."""
-    teacher = {"name": "teacher", "held": None, "tasks": {}} if "kl" in held else None
-    return as_text(table_of(teacher, [{"name": "student", "held": held, "tasks": {}}]))
+    empty = {"tasks": {}, "harness": {}}
+    models = [{"name": "teacher", "held": None} | empty] * ("kl" in held) + [{"name": "student", "held": held} | empty]
+    return as_text(table_of(models, teacher="kl" in held))
 
 
 def compared(models):
     """Lines: each pair of models on each task's items, by McNemar's test."""
     lines = []
-    for i, a in enumerate(models):
-        for b in models[i + 1 :]:
-            for task in a["tasks"].keys() & b["tasks"].keys():
-                one, two, p = mcnemar(a["tasks"][task].get("acc", []), b["tasks"][task].get("acc", []))
-                if one + two:
-                    lines.append(f"{task}: right in {a['name']} alone {one}, in {b['name']} alone {two}, p = {p:.2g}")
+    for a, b in itertools.combinations(models, 2):
+        for task in a["tasks"]:
+            one, two, p = mcnemar(a["tasks"][task].get("acc", []), b["tasks"][task].get("acc", []))
+            if one + two:
+                lines.append(f"{task}: right in {a['name']} alone {one}, in {b['name']} alone {two}, p = {p:.2g}")
     return sorted(lines)
 
 
 def groups(questions, values):
-    """Accuracy by subject or relation -> lines, worst first; none where a task has no such groups."""
+    """Accuracy by subject or relation -> lines, worst first."""
     by = {}
     for q, value in zip(questions, values):
         by.setdefault(q.group, []).append(value)
-    return [
-        f"  {name:<40}{show(mean_and_error(v))}  ({len(v)})"
-        for name, v in sorted(by.items(), key=lambda x: sum(x[1]) / len(x[1]))
-    ]
+    worst = sorted(by.items(), key=lambda row: sum(row[1]) / len(row[1]))
+    return [f"  {name:<40}{show(mean_and_error(v))}  ({len(v)})" for name, v in worst]
 
 
-def draw_scores(path, models):
-    """Bars: accuracies by task, a colour a model, with standard errors."""
+@contextlib.contextmanager
+def figure(path, *shape, **how):
+    """(figure, axes) to draw on, saved in path."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [t for t in dict.fromkeys(t for m in models for t in m["tasks"]) if "acc" in models[0]["tasks"].get(t, {})]
-    fig, ax = plt.subplots(figsize=(max(5, 1.4 * len(names)), 4))
-    for i, m in enumerate(models):
-        found = [summary(m["tasks"][t]["acc"]) if t in m["tasks"] else (math.nan, 0) for t in names]
-        places = np.arange(len(names)) + (i - (len(models) - 1) / 2) * 0.8 / len(models)
-        ax.bar(places, [v for v, _ in found], 0.8 / len(models), yerr=[e for _, e in found], label=m["name"])
-    ax.set(xticks=range(len(names)), ylabel="accuracy")
-    ax.set_xticklabels(names, rotation=20)
-    ax.legend()
-    fig.savefig(path, dpi=120, bbox_inches="tight")
+    fig, axes = plt.subplots(*shape, **how)
+    yield fig, axes
+    fig.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(fig)
+
+
+def draw_scores(path, models):
+    """Bars: accuracies by task, a colour a model, with standard errors."""
+    names = [task for task, found in models[0]["tasks"].items() if "acc" in found]
+    with figure(path, figsize=(max(5, 1.4 * len(names)), 4)) as (_, ax):
+        for i, m in enumerate(models):
+            values, errors = zip(*(summary(m["tasks"][task]["acc"]) for task in names))
+            places = np.arange(len(names)) + (i - (len(models) - 1) / 2) * 0.8 / len(models)
+            ax.bar(places, values, 0.8 / len(models), yerr=errors, label=m["name"])
+        ax.set(xticks=range(len(names)), ylabel="accuracy")
+        ax.set_xticklabels(names, rotation=20)
+        ax.legend()
 
 
 # ------------------------------------------------------------------ decoding
 
 
-def after(model, T):
+def after(model, T, new):
     """The state after T tokens, made up: its size and the work on it are those of a real one."""
     state = model.trunk(torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device))[1]
     for block, old in zip(model.blocks, state):
         if block.mixer.decay == "softmax":
             old |= {name: old[name].expand(-1, T, -1, -1).clone() for name in "kv"}
-        old["position"] = torch.full_like(old["position"], min(T, model.config.context - 1))
+        old["position"] = torch.full_like(old["position"], min(T, model.config.context - new))
     return state
 
 
@@ -724,7 +782,7 @@ def print_decoding(models, lengths, new=16, repeats=5):
     for T in lengths:
         line = f"{T:>8}"
         for name, model in models:
-            at, speeds, start = token.to(model.embed.weight.device), [], after(model, T)
+            at, speeds, start = token.to(model.embed.weight.device), [], after(model, T, new)
             for _ in range(repeats):
                 state, began = start, time.perf_counter()
                 for _ in range(new):
@@ -740,21 +798,14 @@ def print_decoding(models, lengths, new=16, repeats=5):
 
 def draw_decoding(path, rows):
     """Tokens a second, and state, against context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.5))
-    for name in dict.fromkeys(row[0] for row in rows):
-        T, speed, size = zip(*(row[1:] for row in rows if row[0] == name))
-        axes[0].plot(T, speed, "o-", label=name)
-        axes[1].plot(T, [n / 2**20 for n in size], "o-", label=name)
-    for ax, words in zip(axes, ("tokens a second", "MiB of state")):
-        ax.set(xlabel="tokens before", ylabel=words, xscale="log", yscale="log")
-    axes[0].legend()
-    fig.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(fig)
+    with figure(path, 1, 2, figsize=(9, 3.5)) as (_, axes):
+        for name in dict.fromkeys(row[0] for row in rows):
+            T, speed, size = zip(*(row[1:] for row in rows if row[0] == name))
+            axes[0].plot(T, speed, "o-", label=name)
+            axes[1].plot(T, [n / 2**20 for n in size], "o-", label=name)
+        for ax, words in zip(axes, ("tokens a second", "MiB of state")):
+            ax.set(xlabel="tokens before", ylabel=words, xscale="log", yscale="log")
+        axes[0].legend()
 
 
 # ------------------------------------------------------------------ lm-eval
@@ -774,36 +825,45 @@ class Harness:
         """lm-eval's own cache is not used: `simple_evaluate` calls this."""
 
     def loglikelihood(self, requests, **_):
+        longest = self.model.config.context
+        pairs = [encode_pair(self.tokenizer, *r.args, longest) for r in requests]
+        if cut := sum(pair[2] for pair in pairs):
+            print(f"lm-eval: {cut} of {len(pairs)} items are longer than the context; their beginnings are cut")
         with tqdm(total=len(requests), desc="lm-eval") as bar:
-            pairs = [r.args for r in requests]
-            return [r[:2] for r in likelihoods(self.model, self.tokenizer, pairs, device=self.device, bar=bar)]
+            return likelihoods(self.model, [pair[:2] for pair in pairs], device=self.device, bar=bar)
 
     def loglikelihood_rolling(self, requests, **_):
-        return [rolling(self.model, self.tokenizer, r.args[0], device=self.device)[0] for r in tqdm(requests)]
+        whole = lambda text: likelihoods(
+            self.model, windows_of(self.tokenizer, text, self.model.config.context), device=self.device
+        )
+        return [sum(ll for ll, _ in whole(r.args[0])) for r in tqdm(requests)]
 
     def generate_until(self, requests, **_):
         texts = []
         for context, how in tqdm([r.args for r in requests]):
             until = how.get("until") or []
             until, new = [until] if isinstance(until, str) else until, how.get("max_gen_toks", 256)
-            texts += generate(self.model, self.tokenizer, [context], new, until=until, device=self.device)
+            texts += [
+                text
+                for text, _ in generate(self.model, self.tokenizer, [context], new, until=until, device=self.device)
+            ]
         return texts
 
 
-def with_lm_eval(model, tokenizer, names, limit, device):
-    """Scores of lm-eval's tasks by name -> {task: {metric: (value, standard error)}}."""
+def with_lm_eval(model, tokenizer, names, limit, shots, device):
+    """Scores of lm-eval's tasks by name -> {task: {metric,filter: (value, standard error)}}."""
     import lm_eval
 
-    found = lm_eval.simple_evaluate(Harness(model, tokenizer, device), tasks=names, limit=limit or None)["results"]
-    value = lambda x: x if isinstance(x, float) else math.nan
-    return {
-        task: {
-            key.split(",")[0]: (x, value(row.get(key.replace(",", "_stderr,"))))
-            for key, x in row.items()
-            if isinstance(x, float) and "_stderr" not in key
-        }
-        for task, row in found.items()
-    }
+    how = dict(tasks=names, limit=limit or None, num_fewshot=shots)
+    found = lm_eval.simple_evaluate(Harness(model, tokenizer, device), **how)["results"]
+    number = lambda x: x if isinstance(x, float) else math.nan
+    scores = {}
+    for task, row in found.items():
+        for key, x in row.items():
+            if isinstance(x, float) and "_stderr" not in key:
+                error = number(row.get(key.replace(",", "_stderr,")))
+                scores.setdefault(task, {})[key.removesuffix(",none")] = x, error
+    return scores
 
 
 # ------------------------------------------------------------------ the mixers, side by side
@@ -840,26 +900,21 @@ def draw_mixers(path, teacher_name, columns=5):
 
     Red adds, blue takes away; the root of the value is drawn, so that small weights show.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     teacher, tokenizer = load_teacher(teacher_name)
     inputs = [x for _, x, *_ in layers(teacher, teacher, torch.tensor([tokenizer.encode(SENTENCE)]))]
     places = [(len(inputs) * (2 * i + 1) // (2 * columns), 2 * i % teacher.config.heads) for i in range(columns)]
-    fig, axes = plt.subplots(len(MIXERS), columns, figsize=(2 * columns, 2 * len(MIXERS)), squeeze=False)
-    for row, name in zip(axes, MIXERS):
-        row[0].set_ylabel(name)
-        for ax, (layer, head) in zip(row, places):
-            attention = teacher.blocks[layer].mixer
-            mixer = attention if name == "softmax" else transplant(attention, build(name, teacher.config))
-            mixer.remember(reach(attention, inputs[layer]))
-            A = mixer.matrix(inputs[layer])[0, head]
-            A = A / A.abs().amax(-1, keepdim=True).clamp(min=1e-9)
-            ax.imshow((A.sign() * A.abs().sqrt()).float().numpy(), cmap="RdBu_r", vmin=-1, vmax=1)
-            ax.set(xticks=[], yticks=[], title=f"layer {layer}, head {head}" if name == "softmax" else "")
-    fig.savefig(path, dpi=80, bbox_inches="tight")
+    size = (2 * columns, 2 * len(MIXERS))
+    with figure(path, len(MIXERS), columns, figsize=size, squeeze=False) as (_, axes):
+        for row, name in zip(axes, MIXERS):
+            row[0].set_ylabel(name)
+            for ax, (layer, head) in zip(row, places):
+                attention = teacher.blocks[layer].mixer
+                mixer = attention if name == "softmax" else transplant(attention, build(name, teacher.config))
+                mixer.remember(reach(attention, inputs[layer]))
+                A = mixer.matrix(inputs[layer])[0, head]
+                A = A / A.abs().amax(-1, keepdim=True).clamp(min=1e-9)
+                ax.imshow((A.sign() * A.abs().sqrt()).float().numpy(), cmap="RdBu_r", vmin=-1, vmax=1)
+                ax.set(xticks=[], yticks=[], title=f"layer {layer}, head {head}" if name == "softmax" else "")
 
 
 # ------------------------------------------------------------------ python evaluate.py
@@ -869,19 +924,12 @@ def parser():
     """Every flag."""
     p = Parser(description="Score runs and teachers beside each other.", allow_abbrev=False)
     p.add_argument("models", nargs="+", help="run folders, or anything --teacher of train.py takes")
-    p.add_argument(
-        "--tasks",
-        default="",
-        help=f"comma list of {', '.join(TASKS)}, niah_1, niah_2, niah_3, and lm-eval's own (none)",
-    )
+    names = ", ".join(TASKS)
+    p.add_argument("--tasks", default="", help=f"comma list of {names}, niah_1 to niah_3, and lm-eval's own (none)")
     p.add_argument("--limit", type=int, default=0, help="only N items of a task (default 0: all; a needle task: 100)")
-    p.add_argument(
-        "--shots", type=int, help="examples shown first, mmlu and gsm8k (default 0, mmlu_letters and gsm8k 5)"
-    )
-    p.add_argument(
-        "--lengths", default="", help="contexts of needle tasks and --decode (default 512,1024,2048; to 65536)"
-    )
-    p.add_argument("--haystack", help="text to hide needles in: file or folder (default: docstrings of Python…)")
+    p.add_argument("--shots", type=int, help="examples shown first (default 0; mmlu_letters and gsm8k 5)")
+    p.add_argument("--lengths", default="", help="contexts of needles (512,1024,2048) and of --decode (512 to 65536)")
+    p.add_argument("--haystack", help="text to hide needles in: file, folder or hub name (default: docstrings)")
     p.add_argument("--data-dir", help="folder with the tasks' files (default: the hub)")
     p.add_argument("--baseline", help="teacher to stand beside them (default: the first run's own; none: nobody)")
     p.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="matmuls (default auto)")
@@ -889,7 +937,7 @@ def parser():
     p.add_argument("--groups", action="store_true", help="also accuracy by subject (mmlu) or relation (bear)")
     p.add_argument("--prompt", help="also continue this text, greedily")
     p.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
-    p.add_argument("--out", help="folder for scores.json, scores.md and scores.png (default: a single run's own)")
+    p.add_argument("--out", help="folder for evaluation.json, .md and .png (default: a single run's own)")
     return p
 
 
@@ -902,8 +950,10 @@ def read_flags():
         lengths = [int(n) for n in args.lengths.split(",") if n]
     except ValueError:
         raise BadInput(f"--lengths {args.lengths!r}: wanted numbers of tokens, as 512,4096") from None
-    if any(n < 128 for n in lengths):
-        raise BadInput(f"--lengths {args.lengths}: a needle's prompt alone takes 100 tokens; wanted 128 or more")
+    if any(n < 256 for n in lengths):
+        raise BadInput(
+            f"--lengths {args.lengths}: a needle, its question and answer take 200 tokens; wanted 256 or more"
+        )
     ours, theirs = [], []
     for task in filter(None, args.tasks.split(",")):
         if task in TASKS:
@@ -912,57 +962,74 @@ def read_flags():
             ours += [(task, n) for n in lengths or (512, 1024, 2048)]
         else:
             theirs.append(task)
-    if theirs:
-        near = difflib.get_close_matches(theirs[0], [*TASKS, "niah_1"], 1) or list(TASKS)
-        unknown = (
-            f"task {theirs[0]!r} is not known; did you mean {near[0]!r}? There are {', '.join(TASKS)}, niah_1 to 3"
-        )
-        try:
-            from lm_eval.tasks import TaskManager
-        except ImportError:
-            raise BadInput(f"{unknown}; with pip install lm-eval also its tasks") from None
-        if not TaskManager().match_tasks(theirs):
-            raise BadInput(f"{unknown}, and none of lm-eval is called so")
+    check_names(theirs)
     return args, ours, theirs, lengths
 
 
-def ask(task, length, args, tokenizer):
-    """The Questions of a task."""
-    if length is None:
-        return questions_of(task, args.data_dir, args.limit, args.shots)
-    text = "".join(part + "\n" for part, _ in zip(documents(args.haystack), range(200))) if task != "niah_1" else ""
-    return needles(int(task[-1]), length, tokenizer, text, args.limit or 100)
+def check_names(names):
+    """BadInput for the first that lm-eval does not know either."""
+    if not names:
+        return
+    near = lambda name: (difflib.get_close_matches(name, [*TASKS, "niah_1"], 1) or list(TASKS))[0]
+    words = "task {!r} is not known; did you mean {!r}? There are " + ", ".join(TASKS) + ", niah_1 to niah_3"
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise BadInput(f"{words.format(names[0], near(names[0]))}; with pip install lm-eval also its tasks") from None
+    manager = TaskManager()
+    for name in names:
+        if not manager.match_tasks([name]):
+            raise BadInput(f"{words.format(name, near(name))}, and none of lm-eval is called so")
 
 
-def scored(name, model, tokenizer, teacher, args, tasks, theirs, device):
+class Scored(typing.NamedTuple):
+    """A model on its way through the tasks."""
+
+    name: str
+    folder: Path  # of its answers; a run's own
+    is_run: bool
+    model: torch.nn.Module
+    tokenizer: object
+
+
+def opened(name, dtype, device):
+    """Load what is to be scored; the folder of its answers is its own by weights, shape and precision."""
+    model, tokenizer = load_teacher(name, dtype=dtype, device=device)
+    parts = [p.detach().flatten()[:64].float().cpu().numpy().tobytes() for p in model.parameters()]
+    about = f"{model.config}{tokenizer.bos}{tokenizer.eos}{tokenizer.vocab}{dtype}".encode()
+    is_run = (Path(name) / "args.json").exists()
+    mark = hashlib.sha1(about + b"".join(parts)).hexdigest()[:12]
+    return Scored(name, (Path(name) if is_run else CACHE) / "answers" / mark, is_run, model, tokenizer)
+
+
+def score(it, teacher, args, tasks, theirs, device):
     """All scores of one model: {"name", "held", "tasks": by item, "harness": of lm-eval}."""
-    folder = Path(name)
-    is_run = (folder / "args.json").exists()
-    mark = zlib.crc32(b"".join(p.detach().float().cpu().flatten()[:64].numpy().tobytes() for p in model.parameters()))
-    log = (folder if is_run else CACHE) / "answers"
-    held, found = None, {}
-    if is_run and (folder / "heldout.safetensors").exists():
+    held, found, file = None, {}, Path(it.name) / "heldout.safetensors"
+    if it.is_run and file.exists():
         from safetensors.torch import load_file
 
-        with reading(folder / "heldout.safetensors", "delete it to score tasks alone"):
-            held = heldout(model, teacher, load_file(folder / "heldout.safetensors")["tokens"].long().to(device))
-    elif is_run:
-        print(f"{folder}: no heldout.safetensors in it, so no held-out text is scored")
+        with reading(file, "delete it to score tasks alone"):
+            held = heldout(it.model, teacher, load_file(file)["tokens"].long().to(device))
+    elif it.is_run:
+        print(f"{it.name}: no heldout.safetensors in it, so no held-out text is scored")
     for task, length in tasks:
-        questions = ask(task, length, args, tokenizer)
         title = f"{task}@{length}" if length else task
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        file = log / f"{title}-{mark:08x}-{dtype}.answers"
-        answered = answers(model, tokenizer, questions, file, device=device, title=f"{folder.name} {title}")
+        if length:
+            text = haystack(args.haystack) if task != "niah_1" else ""
+            questions = needles(int(task[-1]), length, it.tokenizer, text, args.limit or 100)
+        else:
+            questions = questions_of(task, args.data_dir, args.limit, args.shots)
+        file, words = it.folder / f"{title}.answers", f"{Path(it.name).name} {title}"
+        answered = answers(it.model, it.tokenizer, questions, file, device=device, title=words)
         if cut := sum(a.get("cut", False) for a in answered):
             print(
-                f"{name}: {cut} of {len(answered)} items of {task} are longer than its context; the beginnings are cut"
+                f"{it.name}: {cut} of {len(answered)} items of {task} are longer than its context and lost their start"
             )
         found[title] = metrics(questions, answered)
-        if args.groups and questions[0].group and not length:
-            print(f"{name}, {task} by group:", *groups(questions, found[title]["acc"]), sep="\n")
-    harness = with_lm_eval(model, tokenizer, theirs, args.limit, device) if theirs else {}
-    return {"name": folder.name if is_run else name, "held": held, "tasks": found, "harness": harness}
+        if args.groups and getattr(questions[0], "group", ""):
+            print(f"{it.name}, {task} by group:", *groups(questions, found[title]["acc"]), sep="\n")
+    harness = with_lm_eval(it.model, it.tokenizer, theirs, args.limit, args.shots, device) if theirs else {}
+    return {"name": it.name, "held": held, "tasks": found, "harness": harness}
 
 
 def main():
@@ -974,51 +1041,48 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, why = precision(device, args.precision)
     print(f"precision: {str(dtype).removeprefix('torch.')} matmuls, {why}")
-    baseline = args.baseline or next((t["teacher"] for t in told if t.get("teacher")), None)
-    teacher = None if baseline in (None, "none") else load_teacher(baseline, dtype=dtype, device=device)
-    rows, pairs = [], [(baseline, teacher[0])] if teacher else []
+    baseline = args.baseline or next((t["teacher"] for t in told if t.get("teacher")), "none")
+    names = [name for name in (baseline, *args.models) if name != "none"]
+    opens, rows, teacher = [], [], None
     with autocast(device, dtype):
-        first = scored(baseline, *teacher, None, args, tasks, theirs, device) if teacher else None
-        for name in args.models:
-            model, tokenizer = load_teacher(name, dtype=dtype, device=device)
-            if teacher and teacher[0].config.vocab != model.config.vocab:
-                ids = f"it has {teacher[0].config.vocab} ids, {name} {model.config.vocab}"
+        for name in dict.fromkeys(names):
+            opens.append(opened(name, dtype, device))
+            if teacher and teacher.config.vocab != opens[-1].model.config.vocab:
+                ids = f"it has {teacher.config.vocab} ids, {name} {opens[-1].model.config.vocab}"
                 raise BadInput(f"--baseline {baseline}: {ids}; give the model's own teacher")
-            rows.append(scored(name, model, tokenizer, teacher and teacher[0], args, tasks, theirs, device))
-            if args.prompt:
-                stream(model, tokenizer, args.prompt, 60, chat=args.chat)
-            if args.decode:
-                pairs.append((rows[-1]["name"], model))
-        table = table_of(first, rows)
-        print("\n" + as_text(table))
-        print(*compared(rows), sep="\n", end="\n" if len(rows) > 1 else "")
-        for m in [first, *rows] if theirs else ():
-            print(
-                *(f"{m['name']}: {t} {k} {show(v)}" for t, found in m["harness"].items() for k, v in found.items()),
-                sep="\n",
-            )
-        decoded = print_decoding(pairs, lengths or [512 * 4**i for i in range(4)] + [65536]) if args.decode else None
-    target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(rows) == 1 else None
-    if target:
-        write(target, table, [m for m in (first, *rows) if m], decoded, dtype)
+            rows.append(score(opens[-1], teacher, args, tasks, theirs, device))
+            teacher = opens[0].model if name == baseline else teacher
+            if args.prompt and name in args.models:
+                stream(opens[-1].model, opens[-1].tokenizer, args.prompt, 60, chat=args.chat)
+            if not args.decode and name != baseline:
+                opens.pop()  # its memory too
+        table = table_of(rows, baseline != "none")
+        print("\n" + as_text(table), *compared(rows), sep="\n")
+        target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(args.models) == 1 else None
+        if target:
+            write(target, table, rows, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
+        if args.decode:
+            pairs = [(Path(it.name).name, it.model) for it in opens]
+            decoded = print_decoding(pairs, lengths or (512, 2048, 8192, 32768, 65536))
+        if args.decode and target:
+            (target / "decoding.json").write_text(json.dumps(decoded))
+            draw_decoding(target / "decoding.png", decoded)
 
 
-def write(target, table, models, decoded, dtype):
-    """evaluation.json (scores of other tasks, from before, stay), evaluation.md, and figures."""
+def write(target, table, models, how):
+    """evaluation.json (scores of other tasks, from before, stay), evaluation.md and evaluation.png."""
     target.mkdir(parents=True, exist_ok=True)
     file = target / "evaluation.json"
-    before = read_json(file).get("models", {}) if file.exists() else {}
+    saved = read_json(file).get("models", {}) if file.exists() else {}
     for m in models:
-        found = {t: {k: (*summary(v), len(v)) for k, v in row.items()} for t, row in m["tasks"].items()} | m["harness"]
-        kept = before.get(m["name"], {}).get("tasks", {})
-        before[m["name"]] = {"held": m["held"], "tasks": kept | found}
-    file.write_text(json.dumps({"models": before, "decoding": decoded, "precision": str(dtype)}, indent=1))
+        found = {t: {k: (*summary(v), len(v)) for k, v in row.items()} | how for t, row in m["tasks"].items()}
+        kept = saved.get(m["name"], {}).get("tasks", {})
+        saved[m["name"]] = {"held": m["held"], "tasks": kept | found | m["harness"]}
+    file.write_text(json.dumps({"models": saved, "compared": compared(models)}, indent=1))
     (target / "evaluation.md").write_text(as_text(table, markdown=True) + "\n", encoding="utf-8")
     if any("acc" in found for found in models[0]["tasks"].values()):
         draw_scores(target / "evaluation.png", models)
-    if decoded:
-        draw_decoding(target / "decoding.png", decoded)
-    print(f"written: {target}/evaluation.json, evaluation.md and figures")
+    print(f"written: {target}/evaluation.json, .md and .png")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,27 @@
-"""The equation of mixers.py by matmuls instead of a loop over time.
+"""The equation of mixers.py by matmuls instead of a loop over time, and by Triton kernels where there is a GPU.
 
 `chunked` gives the same answer as `mixers.recurrent`: outputs, final state and gradients, in PyTorch, on any device.
-Read `recurrent` first. This file knows nothing of models: tensors go in, tensors come out.
+`kernel` is `chunked` with its loop over chunks in two Triton kernels, and one more for a single token.
+Read `recurrent` first. This file knows nothing of models: tensors go in, tensors come out. It imports without triton.
+
+`python kernels.py` checks the kernels, times them on a GPU, and without one says what they would take there;
+`--bench cpu` times `chunked` against PyTorch's attention.
 """
 
+import functools
 import math
+import os
+import sys
 
 import torch
 import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no GPU build of torch, and nobody asked
+    triton = None
+jit, constexpr = (triton.jit, tl.constexpr) if triton else (lambda f: f, None)
 
 
 def check(q, k, v, log_decay, beta, erase, S):
@@ -28,12 +42,16 @@ def check(q, k, v, log_decay, beta, erase, S):
     return dtype, q.new_zeros(B, H, K, V, dtype=dtype) if S is None else S.to(dtype)
 
 
-def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=64):
+# ------------------------------------------------------------------ by matmuls
+
+
+def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=64, loops=None):
     """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` rows.
 
     A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S. A
     triangular solve gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464), and
-    the loop carries S alone. A ragged last chunk is padded: a zero key writes nothing, a zero log_decay keeps all.
+    the loop over chunks, `Carry`, carries S alone. A ragged last chunk is padded: a zero key writes nothing, a zero
+    log_decay keeps all.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk: wanted a power of two (`scores` halves it), got {chunk}")
@@ -42,34 +60,29 @@ def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=64)
     if erase is not None:
         q, r, k, v, log_decay, beta = two_rows(q, k, v, log_decay, beta, *erase)
     T, V = q.size(1), v.size(-1)
-    C = min(chunk, 1 << (T - 1).bit_length())  # no longer than the first power of two ≥ T
+    C = min(chunk, max(1 << (T - 1).bit_length(), 16 if loops else 1))  # of about T if T is short; kernels need 16
 
-    def blocks(x):  # (B, T, H, D) -> (N, B, H, C, D)
+    def blocks(x):  # (B, T, H, D) -> (N, B, H, C, D), a view if T is whole chunks
         x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, -T % C))
-        return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous()
+        return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4)
 
     with torch.autocast(q.device.type, enabled=False):
-        r = None if beta is None else blocks(r)
-        q, k, u = blocks(q), blocks(k), blocks(v)
-        q_in, r_in, k_out, keep = q, r, k, [1.0] * len(q)  # seen from the chunk's start, from its end; what S keeps
-        G = None if log_decay is None else blocks(log_decay).cumsum(-2)  # log of what is kept since the chunk began
-        if G is not None:
-            total, since = G[..., -1:, :], G.exp()
-            q_in, r_in, k_out = q * since, r if r is None else r * since, k * (total - G).exp()
-            keep = total.exp().mT.unbind()  # N times (B, H, K | 1, 1)
-        reads = scores(q, k, G)  # (N, B, H, C, C)
-        w = [None] * len(q)
+        rows, k, u = [blocks(q)], blocks(k).contiguous(), blocks(v)
         if beta is not None:
             beta = blocks(beta)
-            right = torch.cat([u, r_in], -1) * beta
-            solved = torch.linalg.solve_triangular(scores(r, k, G) * beta, right, upper=False, unitriangular=True)
-            u, w = solved[..., :V], solved[..., V:].unbind()
-        before, writes = [], []
-        for u_n, w_n, k_n, keep_n in zip(u.unbind(), w, k_out.mT.unbind(), keep):
-            before.append(S)
-            writes.append(u_n if w_n is None else u_n - w_n @ S)
-            S = keep_n * S + k_n @ writes[-1]
-        o = q_in @ torch.stack(before) + reads @ torch.stack(writes)  # (N, B, H, C, V)
+            rows, u = [*rows, blocks(r) * beta], u * beta
+        x = torch.stack(rows, 3)  # what reads: q, and of a delta write β r too; (N, B, H, R, C, K)
+        g = None if log_decay is None else blocks(log_decay).contiguous()
+        A, k_out, keep, w = scores(x, k, g), k, None, None  # (N, B, H, R, C, C)
+        if g is not None:  # rows see S faded since the chunk began, keys fade until it ends, and S fades by all of it
+            x, k_out, keep = x * g.cumsum(-2).exp().unsqueeze(3), k * after(g).exp(), g.sum(-2, keepdim=True).exp().mT
+        if beta is not None:
+            right = torch.cat([u, x[:, :, :, 1]], -1)
+            u, w = torch.linalg.solve_triangular(A[:, :, :, 1], right, upper=False, unitriangular=True).split(
+                [V, k.size(-1)], -1
+            )
+        before, writes, S = Carry.apply(u, w, k_out, keep, S, loops or (carry, carry_back))
+        o = x[:, :, :, 0] @ before + A[:, :, :, 0] @ writes  # (N, B, H, C, V)
     o = o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T].to(out)
     return (o if erase is None else o[:, 1::2]), S
 
@@ -83,24 +96,439 @@ def two_rows(q, k, v, log_decay, beta, e, b):
     return row(q, q), r, row(b, k), row(torch.zeros_like(v), v), log_decay, beta
 
 
-def scores(x, y, G):
-    """A_ij = Σ_d x_id y_jd exp(G_id − G_jd) for j ≤ i, else 0.  x, y (…, C, K), G None | (…, C, 1 | K) -> (…, C, C).
+def scores(x, y, g):
+    """A_ij = Σ_d x_id y_jd exp(Σ of g_d after j up to i) for j ≤ i, else 0.
 
-    exp(−G) alone overflows, so only differences ≤ 0 are exponentiated: masked first if there is one decay per head; per
-    channel by halving, where the last early row is the reference point between the late rows and the early columns.
+    x (…, R, C, K), y (…, C, K), g None | (…, C, 1 | K) -> (…, R, C, C). Products of exp(±Σ g) overflow, differences of
+    long sums lose the small in the large: with one decay per head the sums are float64, masked before exp; per channel
+    by halving, where late rows and early columns meet at the middle and each factor is ≤ 1.
     """
     C = x.size(-2)
-    if G is None:
-        return (x @ y.mT).tril()
-    if G.size(-1) == 1:
+    if g is None:
+        return products(x, y).tril()
+    if g.size(-1) == 1:
+        G = g.double().cumsum(-2)
         future = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(1)
-        return x @ y.mT * (G - G.mT).masked_fill(future, -math.inf).exp()
+        return products(x, y) * (G - G.mT).to(x.dtype).masked_fill(future, -math.inf).exp().unsqueeze(-3)
     if C == 1:
-        return (x * y).sum(-1, keepdim=True)
-    x, y, G = (z.unflatten(-2, (2, C // 2)) for z in (x, y, G))
-    near = scores(x, y, G)  # (…, 2, C/2, C/2): both halves against themselves
-    middle = G[..., 0, -1:, :]
-    late = x[..., 1, :, :] * (G[..., 1, :, :] - middle).exp()
-    early = y[..., 0, :, :] * (middle - G[..., 0, :, :]).exp()
-    top = F.pad(near[..., 0, :, :], (0, C // 2))
-    return torch.cat([top, torch.cat([late @ early.mT, near[..., 1, :, :]], -1)], -2)
+        return products(x, y)
+    x, y, g = (z.unflatten(-2, (2, C // 2)) for z in (x, y, g))
+    near = scores(x.transpose(-4, -3), y, g)  # (…, 2, R, C/2, C/2): both halves against themselves
+    late = x[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp().unsqueeze(-3)
+    corner = products(late, y[..., 0, :, :] * after(g[..., 0, :, :]).exp())
+    top = F.pad(near[..., 0, :, :, :], (0, C // 2))
+    return torch.cat([top, torch.cat([corner, near[..., 1, :, :, :]], -1)], -2)
+
+
+def products(x, y):
+    """x (…, R, C, K), y (…, C', K) -> (…, R, C, C'): one matmul for all R."""
+    return (x.flatten(-3, -2) @ y.mT).unflatten(-2, x.shape[-3:-1])
+
+
+def after(g):
+    """Sums of what follows a row, (…, C, K) -> like g."""
+    return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
+class Carry(torch.autograd.Function):
+    """The loop over chunks: write = u − w S, then S = keep · S + kᵀ write; S before each chunk and each write come out.
+
+    u (N, B, H, C, V); w, k (N, B, H, C, K), w None: nothing is taken back; keep (N, B, H, K | 1, 1), None: 1; S
+    (B, H, K, V) -> before (N, B, H, K, V), writes like u, the last S. `loops`: the two loops, in PyTorch or in Triton.
+    """
+
+    @staticmethod
+    def forward(ctx, u, w, k, keep, S, loops):
+        before, writes, S = loops[0](u, w, k, keep, S)
+        ctx.loops = loops
+        ctx.save_for_backward(w, k, keep, before, writes)
+        return before, writes, S
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, by_before, by_writes, by_S):
+        w, k, keep, before, writes = ctx.saved_tensors
+        after, by_writes, by_S = ctx.loops[1](
+            by_before, by_writes, by_S, w, k, keep
+        )  # after: gradient of S past a chunk
+        by_w = None if w is None else -by_writes @ before.mT
+        by_keep = None if keep is None else (after * before).sum((-2, -1) if keep.size(-2) == 1 else -1).view_as(keep)
+        return by_writes, by_w, writes @ after.mT, by_keep, by_S, None
+
+
+def carry(u, w, k, keep, S):
+    """`Carry` forwards."""
+    before, writes = [], []
+    for n, k_n in enumerate(k.mT):
+        before.append(S)
+        writes.append(u[n] if w is None else u[n] - w[n] @ S)
+        S = (S if keep is None else keep[n] * S) + k_n @ writes[n]
+    return torch.stack(before), torch.stack(writes), S
+
+
+def carry_back(by_before, by_writes, by_S, w, k, keep):
+    """`Carry` backwards: of each chunk the gradients of the S after it and of its writes, and that of the first S."""
+    after, by = [], []
+    for n in reversed(range(len(k))):
+        after.append(by_S)
+        by.append(by_writes[n] + k[n] @ by_S)
+        by_S = by_before[n] + (by_S if keep is None else keep[n] * by_S)
+        by_S = by_S if w is None else by_S - w[n].mT @ by[-1]
+    return torch.stack(after[::-1]), torch.stack(by[::-1]), by_S
+
+
+# ------------------------------------------------------------------ by Triton
+
+
+@jit
+def carry_kernel(
+    u,
+    w,
+    k,
+    keep,
+    S,
+    before,
+    writes,
+    last,
+    N,
+    BH,
+    K,
+    V,
+    C: constexpr,
+    KB: constexpr,
+    VB: constexpr,
+    BACK: constexpr,
+    FADE: constexpr,
+    P: constexpr,
+):
+    """Spec: `carry`. A program has one head of one sequence, all of K and VB of the values. FADE: 0 none, 1 a head, 2 a
+    channel; BACK: w is there. Rows and columns beyond K and V are 0."""
+    i, c, kk, vv = tl.program_id(0), tl.arange(0, C), tl.arange(0, KB), tl.program_id(1) * VB + tl.arange(0, VB)
+    in_k, in_v = kk < K, vv < V
+    ck, cv, kv = c[:, None] * K + kk[None, :], c[:, None] * V + vv[None, :], kk[:, None] * V + vv[None, :]
+    here = in_k[:, None] & in_v[None, :]
+    s = tl.load(S + i * K * V + kv, mask=here, other=0.0)
+    for n in range(N):
+        at = (n * BH + i).to(tl.int64)
+        tl.store(before + at * K * V + kv, s, mask=here)
+        write = tl.load(u + at * C * V + cv, mask=in_v[None, :], other=0.0)
+        if BACK:
+            write -= tl.dot(tl.load(w + at * C * K + ck, mask=in_k[None, :], other=0.0), s, input_precision=P)
+        tl.store(writes + at * C * V + cv, write, mask=in_v[None, :])
+        if FADE == 1:
+            s *= tl.load(keep + at)
+        if FADE == 2:
+            s *= tl.load(keep + at * K + kk, mask=in_k, other=0.0)[:, None]
+        key = tl.load(k + at * C * K + ck, mask=in_k[None, :], other=0.0)
+        s += tl.dot(tl.trans(key), write, input_precision=P)
+    tl.store(last + i * K * V + kv, s, mask=here)
+
+
+@jit
+def carry_back_kernel(
+    by_before,
+    by_writes,
+    by_last,
+    w,
+    k,
+    keep,
+    after,
+    by_u,
+    by_S,
+    N,
+    BH,
+    K,
+    V,
+    C: constexpr,
+    KB: constexpr,
+    VB: constexpr,
+    BACK: constexpr,
+    FADE: constexpr,
+    P: constexpr,
+):
+    """Spec: `carry_back`; programs and flags as in `carry_kernel`."""
+    i, c, kk, vv = tl.program_id(0), tl.arange(0, C), tl.arange(0, KB), tl.program_id(1) * VB + tl.arange(0, VB)
+    in_k, in_v = kk < K, vv < V
+    ck, cv, kv = c[:, None] * K + kk[None, :], c[:, None] * V + vv[None, :], kk[:, None] * V + vv[None, :]
+    here = in_k[:, None] & in_v[None, :]
+    s = tl.load(by_last + i * K * V + kv, mask=here, other=0.0)
+    for m in range(N):
+        at = ((N - 1 - m) * BH + i).to(tl.int64)
+        tl.store(after + at * K * V + kv, s, mask=here)
+        key = tl.load(k + at * C * K + ck, mask=in_k[None, :], other=0.0)
+        write = tl.load(by_writes + at * C * V + cv, mask=in_v[None, :], other=0.0) + tl.dot(key, s, input_precision=P)
+        tl.store(by_u + at * C * V + cv, write, mask=in_v[None, :])
+        if FADE == 1:
+            s *= tl.load(keep + at)
+        if FADE == 2:
+            s *= tl.load(keep + at * K + kk, mask=in_k, other=0.0)[:, None]
+        s += tl.load(by_before + at * K * V + kv, mask=here, other=0.0)
+        if BACK:
+            s -= tl.dot(tl.trans(tl.load(w + at * C * K + ck, mask=in_k[None, :], other=0.0)), write, input_precision=P)
+    tl.store(by_S + i * K * V + kv, s, mask=here)
+
+
+@jit
+def step_kernel(
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    S,
+    o,
+    new,
+    K,
+    V,
+    KB: constexpr,
+    VB: constexpr,
+    WRITE: constexpr,
+    FADE: constexpr,
+):
+    """Spec: one turn of the loop in `recurrent`, without erase. WRITE: 0 add, 1 delta; FADE as in `carry_kernel`."""
+    i, kk, vv = tl.program_id(0), tl.arange(0, KB), tl.program_id(1) * VB + tl.arange(0, VB)
+    in_k, in_v = kk < K, vv < V
+    kv, here = kk[:, None] * V + vv[None, :], in_k[:, None] & in_v[None, :]
+    s = tl.load(S + i * K * V + kv, mask=here, other=0.0)
+    if FADE == 1:
+        s *= tl.exp(tl.load(log_decay + i).to(tl.float32))
+    if FADE == 2:
+        s *= tl.exp(tl.load(log_decay + i * K + kk, mask=in_k, other=0.0).to(tl.float32))[:, None]
+    key = tl.load(k + i * K + kk, mask=in_k, other=0.0).to(tl.float32)[:, None]
+    write = tl.load(v + i * V + vv, mask=in_v, other=0.0).to(tl.float32)
+    if WRITE:
+        write = tl.load(beta + i).to(tl.float32) * (write - tl.sum(key * s, 0))
+    s += key * write[None, :]
+    query = tl.load(q + i * K + kk, mask=in_k, other=0.0).to(tl.float32)[:, None]
+    tl.store(o + i * V + vv, tl.sum(query * s, 0), mask=in_v)
+    tl.store(new + i * K * V + kv, s, mask=here)
+
+
+HOW = dict(num_warps=8, num_stages=2)
+
+
+def tiles(K, V):
+    """-> (rows of S that a program holds, its columns): powers of two that spill nothing at K = 64 (`resources`)."""
+    KB = max(16, 1 << (K - 1).bit_length())
+    return KB, max(16, min(2048 // KB, 1 << (V - 1).bit_length()))
+
+
+def fade(keep):
+    """FADE of a kernel."""
+    return 0 if keep is None else 1 if keep.size(-2) == 1 else 2
+
+
+def launch(kernel, tensors, sizes, C, back, keep):
+    """Run a carry kernel over heads and blocks of values; None stands for a tensor that its flags never read."""
+    (N, BH, K, V), (KB, VB) = sizes, tiles(*sizes[2:])
+    some = next(x for x in tensors if x is not None)
+    flags = dict(C=C, KB=KB, VB=VB, BACK=back, FADE=fade(keep), P="tf32x3", **HOW)
+    kernel[BH, triton.cdiv(V, VB)](*(some if x is None else x for x in tensors), N, BH, K, V, **flags)
+
+
+def carry_triton(u, w, k, keep, S):
+    """`carry` in one kernel."""
+    u, w, k, keep, S = (x if x is None else x.contiguous() for x in (u, w, k, keep, S))
+    N, B, H, C, K = k.shape
+    before, writes, last = u.new_empty(N, *S.shape), torch.empty_like(u), torch.empty_like(S)
+    launch(carry_kernel, (u, w, k, keep, S, before, writes, last), (N, B * H, K, u.size(-1)), C, w is not None, keep)
+    return before, writes, last
+
+
+def carry_back_triton(by_before, by_writes, by_S, w, k, keep):
+    """`carry_back` in one kernel."""
+    by_before, by_writes, by_S, w, k, keep = (
+        x if x is None else x.contiguous() for x in (by_before, by_writes, by_S, w, k, keep)
+    )
+    N, B, H, C, K = k.shape
+    after, by_u, first = torch.empty_like(by_before), torch.empty_like(by_writes), torch.empty_like(by_S)
+    tensors = (by_before, by_writes, by_S, w, k, keep, after, by_u, first)
+    launch(carry_back_kernel, tensors, (N, B * H, K, by_writes.size(-1)), C, w is not None, keep)
+    return after, by_u, first
+
+
+def why_not(q, v):
+    """Why the kernels cannot take these tensors, in words; None if they can."""
+    if triton is None:
+        return "triton is not installed"
+    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"they need a CUDA device, not {q.device.type}"
+    if max(q.size(-1), v.size(-1)) > 256 or v.dtype == torch.float64:
+        return f"they take K and V up to 256 and no float64, not {q.size(-1)}, {v.size(-1)} and {v.dtype}"
+
+
+@functools.cache
+def fall_back(why):
+    """Say once that the kernels are not used."""
+    print(f"form kernel: {why}; chunked, in PyTorch, runs instead", file=sys.stderr)
+
+
+def kernel(q, k, v, *, log_decay=None, beta=None, erase=None, S=None):
+    """The same answer as `recurrent` (arguments, results, errors) by Triton; by `chunked` where it cannot, aloud."""
+    more = dict(log_decay=log_decay, beta=beta, erase=erase, S=S)
+    _, S = check(q, k, v, *more.values())
+    if why := why_not(q, v):
+        fall_back(why)
+        return chunked(q, k, v, **more)
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, beta, S))
+    if q.size(1) > 1 or erase is not None or tracked:
+        return chunked(q, k, v, **more, chunk=32, loops=(carry_triton, carry_back_triton))
+    (B, _, H, K), V = q.shape, v.size(-1)
+    KB, VB = tiles(K, V)
+    q, k, v, S = (x.contiguous() for x in (q, k, v, S))
+    decay, strength = (k if x is None else x.contiguous() for x in (log_decay, beta))
+    o, new = torch.empty_like(v), torch.empty_like(S)
+    flags = dict(KB=KB, VB=VB, WRITE=beta is not None, FADE=0 if log_decay is None else 1 + (log_decay.size(-1) > 1))
+    step_kernel[B * H, triton.cdiv(V, VB)](q, k, v, decay, strength, S, o, new, K, V, **flags)
+    return o, new
+
+
+# ------------------------------------------------------------------ python kernels.py
+
+
+def example(decay, write, B, T, H, K, V, device="cpu", seed=0):
+    """Random inputs of one cell of the grid, as keyword arguments but for q, k, v; all want gradients."""
+    g = torch.Generator().manual_seed(seed)
+    random = lambda *shape: torch.randn(*shape, generator=g)
+    q, k, v = random(B, T, H, K) * K**-0.5, F.normalize(random(B, T, H, K), dim=-1), random(B, T, H, V)
+    more = {} if decay == "none" else {"log_decay": -torch.rand(B, T, H, 1 if decay == "head" else K, generator=g) / 4}
+    more |= {} if write == "add" else {"beta": torch.rand(B, T, H, 1, generator=g)}
+    ready = lambda x: x.to(device).requires_grad_()
+    return [ready(x) for x in (q, k, v)], {name: ready(x) for name, x in more.items()}
+
+
+def run(form, qkv, more):
+    """Outputs, last state and gradients of a form."""
+    o, S = form(*qkv, **more)
+    weight = torch.arange(o.numel(), device=o.device).view_as(o).cos()
+    return o, S, *torch.autograd.grad((o * weight).sum() + S.sum(), [*qkv, *more.values()])
+
+
+CELLS = [(decay, write) for decay in ("none", "head", "channel") for write in ("add", "delta")]
+
+
+def compare(device):
+    """Print how far the kernels are from `chunked`, relative to the largest number, over cells and awkward sizes."""
+    for decay, write in CELLS:
+        worst = 0.0
+        for T, K, V in ((1, 16, 16), (15, 64, 64), (65, 60, 100), (130, 64, 32)):
+            inputs = example(decay, write, 2, T, 2, K, V, device)
+            for a, b in zip(run(chunked, *inputs), run(kernel, *inputs)):
+                worst = max(worst, ((a - b).abs().max() / a.abs().max().clamp(min=1e-9)).item())
+        print(f"  decay {decay:<8} write {write:<6} largest difference {worst:.0e}")
+
+
+def resources(arch):
+    """Build each kernel ahead of time for an architecture -> lines: registers, stack (spills) and shared memory."""
+    import pathlib
+    import re
+    import subprocess
+    import tempfile
+
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    flags, lines = dict(C=32, KB=64, VB=tiles(64, 64)[1], BACK=True, FADE=2, P="tf32x3", WRITE=True), []
+    for made in (carry_kernel, carry_back_kernel, step_kernel):
+        fixed = {name: flags[name] for name in made.arg_names if name in flags}
+        kind = lambda name, fixed=fixed: (
+            "constexpr" if name in fixed else "i32" if name in ("N", "BH", "K", "V") else "*fp32"
+        )
+        places = {(made.arg_names.index(name),): value for name, value in fixed.items()}
+        source = ASTSource(made, {name: kind(name) for name in made.arg_names}, places)
+        built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=HOW)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(built.asm["cubin"])
+            file.flush()
+            tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+            told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
+        words = f"{registers:>4} registers, {stack:>4} bytes spilled, {built.metadata.shared / 1024:.0f} KiB shared"
+        lines.append(f"  sm_{arch} {made.__name__:<18} {words}")
+    return lines
+
+
+def medians(forms, repeats=5):
+    """{name: call} -> {name: median seconds}, all of them in turn so that a slow moment meets each alike."""
+    import time
+
+    times = {name: [] for name in forms}
+    for turn in range(repeats + 1):
+        for name, call in forms.items():
+            began = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:  # the first warms up
+                times[name].append(time.perf_counter() - began)
+    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+
+
+def bench(device, shapes, H=9, K=64):
+    """Print forward and backward of cells over PyTorch's causal attention, in one run; others' where installed."""
+    form = kernel if device == "cuda" else chunked
+    print(
+        f"{device}, {torch.get_num_threads()} threads, {H} heads of {K}, float32, forward and backward, over attention:"
+    )
+    for B, T in shapes:
+        x = [torch.randn(B, H, T, K, device=device, requires_grad=True) for _ in range(3)]
+
+        def attention(x=x):
+            o = F.scaled_dot_product_attention(*x, is_causal=True)
+            torch.autograd.grad(o.sum(), x)
+
+        forms = {"attention": attention}
+        for decay, write in CELLS:
+            inputs = example(decay, write, B, T, H, K, K, device)
+            forms[f"{decay}, {write}"] = lambda inputs=inputs: run(form, *inputs)
+        if theirs := transformers_form():
+            (q, k, v), more = example("head", "delta", B, T, H, K, K, device)
+            wanted = [q, k, v, *more.values()]
+            call = lambda q=q, k=k, v=v, more=more: theirs(
+                q, k, v, more["log_decay"][..., 0], more["beta"][..., 0], output_final_state=True
+            )
+            forms["transformers' head, delta"] = lambda call=call, wanted=wanted: torch.autograd.grad(
+                sum(z.sum() for z in call()), wanted
+            )
+        found = medians(forms)
+        print(
+            f"  B {B} T {T}: attention {found['attention'] * 1000:.0f} ms; "
+            + ", ".join(
+                f"{name} {seconds / found['attention']:.2f}" for name, seconds in found.items() if name != "attention"
+            )
+        )
+
+
+def transformers_form():
+    """transformers' chunked gated delta rule in PyTorch, or None."""
+    try:
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return torch_chunk_gated_delta_rule
+
+
+def main():
+    """Check and time, or say what a GPU would be asked for."""
+    import subprocess
+
+    words = sys.argv[1:]
+    if words == ["--bench", "cpu"]:
+        return bench("cpu", ((4, 512), (1, 2048), (1, 8192)))
+    if words not in ([], ["--check"]):
+        sys.exit(f"error: {' '.join(words)!r}: wanted nothing, --check or --bench cpu")
+    if triton is None:
+        sys.exit("error: triton is not installed: pip install triton; chunked, in PyTorch, needs none")
+    if torch.cuda.is_available():
+        compare("cuda")
+        return bench("cuda", [(max(65536 // T, 1), T) for T in (1024, 4096, 16384, 65536)])
+    if words == ["--check"]:
+        return compare("cpu")
+    print("no CUDA device: the kernels run in Triton's interpreter; no GPU time is measured", flush=True)
+    subprocess.run([sys.executable, __file__, "--check"], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    for arch in (80, 90):
+        print(*resources(arch), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import check, chunked
+from kernels import check, chunked, kernel, triton
 
 # ------------------------------------------------------------------ the equation
 
@@ -63,10 +63,13 @@ def recurrent(q, k, v, *, log_decay=None, beta=None, erase=None, S=None):
 
 
 def scan(q, k, v, *, form="auto", **more):
-    """One entry for all forms (arguments, results, errors as `recurrent`). auto: recurrent at T = 1, else chunked."""
-    forms = {"recurrent": recurrent, "chunked": chunked}
+    """One entry for all forms (arguments, results, errors as `recurrent`).
+
+    auto: kernel on CUDA with triton; else recurrent at T = 1, chunked beyond.
+    """
+    forms = {"recurrent": recurrent, "chunked": chunked, "kernel": kernel}
     if form == "auto":
-        form = "recurrent" if q.size(1) == 1 else "chunked"
+        form = "kernel" if q.is_cuda and triton else "recurrent" if q.size(1) == 1 else "chunked"
     if form not in forms:
         raise ValueError(f"form: wanted one of auto, {', '.join(forms)}; got {form!r}")
     return forms[form](q, k, v, **more)
@@ -599,8 +602,12 @@ class Softmax(Mixer):
         position, T = past.positions(x), x.size(1)
         q, k, v = self.rotated(x, position)
         before = past.old["k"].size(1) if past.old else 0
-        k, v = (past.carry(name, z, before) for name, z in (("k", k), ("v", v)))
-        past.new |= {"k": k, "v": v}
+        for name, z in (("k", k), ("v", v)):
+            if before and past.mask is None:
+                past.new[name] = torch.cat([past.old[name].to(z.dtype), z], 1)
+            else:  # padding may stand between the rows
+                past.new[name] = past.carry(name, z, before)
+        k, v = past.new["k"], past.new["v"]
         allowed = None
         if past.old or past.mask is not None or 0 < self.sliding < T:
             allowed = self.seen(position, before, T)[:, None]

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,6 @@ import sys
 import tempfile
 import unicodedata
 import zipfile
-from base64 import b64decode, b64encode
 from pathlib import Path
 
 import torch
@@ -257,11 +257,23 @@ def pick(logits, temperature, top_k, top_p, generator):
 # ------------------------------------------------------------------ the tokenizer
 
 TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # how the newer patterns end
-SPLITS = {  # how a text is cut before merging, by the name that GGUF files give it
+SPLITS = {  # how a text is cut before merging, by the name that GGUF files give it; more names below
     "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "smollm": r"'s|'t|'re|'ve|'m|'ll|'d|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + TAIL,
     "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + TAIL,
+}
+
+
+SPLITS |= {  # llama.cpp cuts these alike
+    other: SPLITS[name]
+    for name, others in {
+        "gpt-2": ("mpt", "olmo", "phi-2", "jais"),
+        "smollm": ("starcoder", "refact", "command-r", "codeshell"),
+        "llama-bpe": ("llama3", "llama-v3", "falcon3"),
+        "qwen2": ("stablelm2", "deepseek-r1-qwen"),
+    }.items()
+    for other in others
 }
 
 
@@ -280,13 +292,11 @@ class Tokenizer:
     Single bytes without a token of their own (SmolLM2 lacks 21) are dropped by `encode`, as in Hugging Face's BPE.
     """
 
-    kept = ("split", "special", "eos", "bos", "form", "stops", "chat")  # by `save`, beside the ranks
-
     def __init__(self, ranks, split, special, eos, bos=None, form=None, stops=(), chat=None):
         import tiktoken
 
         self.ranks, self.split, self.special, self.eos, self.bos, self.form = ranks, split, special, eos, bos, form
-        self.stops, self.chat = sorted({eos, special.get("<|im_end|>", eos), *stops}), chat
+        self.stops, self.chat = sorted({eos, *stops}), chat
         self.known = {*ranks.values(), *special.values()}
         self.vocab = max(self.known) + 1
         missing = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
@@ -313,11 +323,9 @@ class Tokenizer:
             raise BadInput("tokenizer: ids do not grow along the merges, so tiktoken would split words differently")
         return cls(ranks, split, special, eos, **more)
 
-    def save(self, folder):
-        lines = (b64encode(token).decode() + f" {i}" for token, i in self.ranks.items())
-        Path(folder, "tokenizer.tiktoken").write_text("\n".join(lines) + "\n")
-        rest = {name: getattr(self, name) for name in self.kept}
-        Path(folder, "tokenizer_config.json").write_text(json.dumps(rest, indent=1))
+    def name_of(self, i):
+        """The text of a special id, or None."""
+        return next((text for text, j in self.special.items() if i == j), None)
 
     def to_json(self):
         """As a tokenizer.json of Hugging Face: the merges are what BPE with the lower ranks alone makes of a token."""
@@ -339,16 +347,15 @@ class Tokenizer:
         made = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "decoder": level}
         made["added_tokens"] = [{"id": i, "content": t} | flags for t, i in self.special.items()]
         made["normalizer"] = {"type": self.form} if self.form else None
+        if (first := self.name_of(self.bos)) is not None:
+            one, text = {"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+            known = {first: {"id": first, "ids": [self.bos], "tokens": [first]}}
+            post = {"type": "TemplateProcessing", "single": [one, text], "pair": [one, text], "special_tokens": known}
+            made["post_processor"] = post
         made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
         bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
         bpe |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
         return json.dumps(made | {"model": bpe | {"vocab": vocab, "merges": merges}}, ensure_ascii=False)
-
-    @classmethod
-    def load(cls, folder):
-        rest = json.loads(Path(folder, "tokenizer_config.json").read_text())
-        pairs = (line.split() for line in Path(folder, "tokenizer.tiktoken").read_text().splitlines())
-        return cls({b64decode(token): int(i) for token, i in pairs}, **rest)
 
 
 class Library:
@@ -370,13 +377,27 @@ class Library:
     def decode(self, ids):
         return self.made.decode(list(ids), skip_special_tokens=False)
 
+    def name_of(self, i):
+        return None if i is None else self.made.id_to_token(i)
+
     def to_json(self):
         return self.text
 
-    def save(self, folder):
-        Path(folder, "tokenizer.json").write_text(self.text, encoding="utf-8")
-        rest = {name: getattr(self, name) for name in ("eos", "bos", "stops", "chat")}
-        Path(folder, "tokenizer_config.json").write_text(json.dumps(rest))
+
+def save_tokenizer(tokenizer, folder):
+    """tokenizer.json and tokenizer_config.json as Hugging Face has them; "stop_ids" is ours, what ends a text first."""
+    ends = [tokenizer.eos, *(i for i in tokenizer.stops if i != tokenizer.eos)]
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "stop_ids": ends,
+        "eos_token": tokenizer.name_of(tokenizer.eos),
+    }
+    about |= {"bos_token": tokenizer.name_of(tokenizer.bos)}
+    if tokenizer.chat:
+        about |= tokenizer.chat | {"chat_template": tokenizer.chat["template"]}
+        about.pop("template")
+    Path(folder, "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    Path(folder, "tokenizer_config.json").write_text(json.dumps(about, indent=1))
 
 
 def dialogue(tokenizer, messages, *, reply=True):
@@ -385,32 +406,37 @@ def dialogue(tokenizer, messages, *, reply=True):
     Read it with encode(special=True). reply: end where the assistant speaks next. Templates are strangers' programs:
     jinja2's sandbox runs them.
     """
+    if not tokenizer.chat:
+        raise BadInput("this tokenizer has no chat template, its model was not tuned on chats; give text, not chats")
+    names = {"tools": None, "documents": None} | tokenizer.chat
+    with reading("the chat template", "give text, not chats"):
+        template = compiled(names.pop("template"))
+        return template.render(messages=messages, add_generation_prompt=reply, **names)
+
+
+@functools.cache
+def compiled(template):
+    """A chat template with what transformers gives to one."""
     import datetime
 
     import jinja2.sandbox
 
-    if not tokenizer.chat:
-        raise BadInput("this tokenizer has no chat template: its model was not tuned on chats; leave out --chat")
-    place = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
     def refuse(words):
         raise jinja2.TemplateError(words)
 
-    place.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+    place = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    place.filters["tojson"] = lambda x, ensure_ascii=False, **how: json.dumps(x, ensure_ascii=ensure_ascii, **how)
     place.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
-    template, names = tokenizer.chat["template"], {k: v for k, v in tokenizer.chat.items() if k != "template"}
     for word, plain in (("generation", "if true"), ("endgeneration", "endif")):  # marks answers for trainers
         template = re.sub(rf"{{%(-?)\s*{word}\s*(-?)%}}", rf"{{%\1 {plain} \2%}}", template)
-    with reading("the chat template", "leave out --chat"):
-        return place.from_string(template).render(messages=messages, add_generation_prompt=reply, **names)
+    return place.from_string(template)
 
 
-def read_chat(folder):
-    """The chat template of a Hugging Face folder, and the tokens it names -> dict, or None."""
-    about, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    about = read_json(about) if about.exists() else {}
+def read_chat(folder, about):
+    """The chat template of a Hugging Face folder or its tokenizer_config.json, and the tokens it names; or None."""
+    file = folder / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.exists() else about.get("chat_template")
     if isinstance(template, list):
         template = next((row["template"] for row in template if row.get("name") == "default"), None)
@@ -420,22 +446,16 @@ def read_chat(folder):
     return {"template": template} | {k: w if isinstance(w, str) else w["content"] for k, w in words.items()}
 
 
-def load_tokenizer(folder):
-    """What a tokenizer's `save` wrote."""
-    if Path(folder, "tokenizer.tiktoken").exists():
-        return Tokenizer.load(folder)
-    rest = read_json(Path(folder, "tokenizer_config.json"))
-    return Library(Path(folder, "tokenizer.json").read_text(encoding="utf-8"), **rest)
-
-
 def read_tokenizer(folder, raw):
     """Hugging Face's tokenizer.json, or vocab.json and merges.txt -> Tokenizer, or Library where that is not exact.
 
-    raw: config.json, which says what ends a text.
+    raw: config.json, which says what ends a text, unless tokenizer_config.json is ours and does.
     """
-    ends = raw.get("eos_token_id") or 0
+    about = folder / "tokenizer_config.json"
+    about = read_json(about) if about.exists() else {}
+    ends = about.get("stop_ids") or raw.get("eos_token_id") or 0
     eos, *stops = ends if isinstance(ends, list) else [ends]
-    more = {"stops": stops, "chat": read_chat(folder)}
+    more = {"stops": stops, "chat": read_chat(folder, about)}
     if not (folder / "tokenizer.json").exists():
         if not (folder / "merges.txt").exists():
             raise BadInput(f"{folder}: no tokenizer.json in it, and no vocab.json with merges.txt; get one of them")
@@ -446,8 +466,12 @@ def read_tokenizer(folder, raw):
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     data = json.loads(text)
     model, special = data["model"], {t["content"]: t["id"] for t in data.get("added_tokens", [])}
-    post = [p for p in (data.get("post_processor") or {}).get("processors", [data.get("post_processor") or {}])]
-    first = [p["single"][0] for p in post if p.get("type") == "TemplateProcessing" and p.get("single")]
+    post = data.get("post_processor") or {}
+    first = [
+        p["single"][0]
+        for p in post.get("processors", [post])
+        if p.get("type") == "TemplateProcessing" and p.get("single")
+    ]
     bos = special.get(first[0]["SpecialToken"]["id"]) if first and "SpecialToken" in first[0] else None
     split, form = split_of(data.get("pre_tokenizer") or {}), data.get("normalizer")
     known = split and model.get("type", "BPE") == "BPE" and (not form or form.get("type") in ("NFC", "NFKC"))
@@ -476,48 +500,52 @@ def split_of(pre):
 
 # ------------------------------------------------------------------ where a teacher comes from
 
-LLAMA, GPT2 = r"(?:model\.)?", r"(?:transformer\.)?"
-NAMES = [  # (a Hugging Face file's name, a GGUF's, ours); what has no name of ours is left out
-    (LLAMA + "embed_tokens", "token_embd", "embed"),
-    (LLAMA + r"layers\.(\d+)\.input_layernorm", r"blk\.(\d+)\.attn_norm", r"blocks.\1.norm1"),
-    (LLAMA + r"layers\.(\d+)\.post_attention_layernorm", r"blk\.(\d+)\.ffn_norm", r"blocks.\1.norm2"),
-    (LLAMA + r"layers\.(\d+)\.self_attn\.([qkv])_proj", r"blk\.(\d+)\.attn_([qkv])", r"blocks.\1.mixer.\2"),
-    (LLAMA + r"layers\.(\d+)\.self_attn\.o_proj", r"blk\.(\d+)\.attn_output", r"blocks.\1.mixer.o"),
-    (LLAMA + r"layers\.(\d+)\.self_attn\.([qk]_norm)", r"blk\.(\d+)\.attn_([qk]_norm)", r"blocks.\1.mixer.\2"),
-    (LLAMA + r"layers\.(\d+)\.mlp\.(\w+)_proj", r"blk\.(\d+)\.ffn_(gate|up|down)", r"blocks.\1.mlp.\2"),
-    (LLAMA + "norm", "output_norm", "norm"),
-    ("lm_head", "output", "head"),
-    (LLAMA + r"layers\.(\d+)\.self_attn\.rotary_emb\.inv_freq", "rope_freqs", None),
-    (GPT2 + "wte", "token_embd", "embed"),
-    (GPT2 + "wpe", "position_embd", "places"),
-    (GPT2 + r"h\.(\d+)\.ln_([12])", "-", r"blocks.\1.norm\2"),
-    (GPT2 + r"h\.(\d+)\.attn\.c_attn", r"blk\.(\d+)\.attn_qkv", r"blocks.\1.mixer.qkv"),
-    (GPT2 + r"h\.(\d+)\.attn\.c_proj", "-", r"blocks.\1.mixer.o"),
-    (GPT2 + r"h\.(\d+)\.mlp\.c_fc", "-", r"blocks.\1.mlp.up"),
-    (GPT2 + r"h\.(\d+)\.mlp\.c_proj", "-", r"blocks.\1.mlp.down"),
-    (GPT2 + "ln_f", "-", "norm"),
-    (GPT2 + r"h\.(\d+)\.attn(?:\.masked_bias)?", "-", None),  # old files keep the causal mask
+WHOLE = [  # in a file of Llama's family, of GPT-2, in a GGUF, here
+    ("embed_tokens", "wte", "token_embd", "embed"),
+    (None, "wpe", "position_embd", "places"),
+    ("norm", "ln_f", "output_norm", "norm"),
+    ("lm_head", "lm_head", "output", "head"),
 ]
+LAYER = [  # the same, in a layer
+    ("input_layernorm", "ln_1", "attn_norm", "norm1"),
+    ("post_attention_layernorm", "ln_2", "ffn_norm", "norm2"),
+    *((f"self_attn.{n}_proj", None, f"attn_{n}", f"mixer.{n}") for n in "qkv"),
+    *((f"self_attn.{n}_norm", None, f"attn_{n}_norm", f"mixer.{n}_norm") for n in "qk"),
+    (None, "attn.c_attn", "attn_qkv", "mixer.qkv"),
+    ("self_attn.o_proj", "attn.c_proj", "attn_output", "mixer.o"),
+    ("mlp.gate_proj", None, "ffn_gate", "mlp.gate"),
+    ("mlp.up_proj", "mlp.c_fc", "ffn_up", "mlp.up"),
+    ("mlp.down_proj", "mlp.c_proj", "ffn_down", "mlp.down"),
+]
+LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "rope_freqs.weight")  # constants in old files
+HERE = 3  # the last column
+
+
+def named(stem, start, wanted):
+    """A weight's name by one column of WHOLE and LAYER -> by another, or None."""
+    place = re.match(r"(?:layers|h|blk|blocks)\.(\d+)\.", stem)
+    inside = stem[place.end() :] if place else stem
+    name = next((row[wanted] for row in (LAYER if place else WHOLE) if row[start] == inside), None)
+    around = ("layers", "h", "blk", "blocks")[wanted]
+    return f"{around}.{place[1]}.{name}" if name and place else name
 
 
 def rename(weights, column, source):
-    """Weights by a Hugging Face file's names (column 0) or a GGUF's (1) -> by ours, what is to be left out left out."""
+    """Weights by the names of a column -> by ours; what is a constant is left out, an unknown one is an error."""
     found = {}
     for key, w in weights.items():
-        for row in NAMES:
-            if match := re.fullmatch(rf"{row[column]}(?P<kind>\.weight|\.bias)?", key):
-                break
-        else:
-            raise BadInput(f"{source}: the weight {key!r} has no place here; Llama's family and GPT-2 are known")
-        if row[2] is None:
+        if key.endswith(LEFT_OUT):
             continue
-        name, kind = match.expand(row[2]), match["kind"] or ".weight"
-        if column == 0 and row[0].startswith(GPT2) and "\\.c_" in row[0] and w.dim() == 2:
+        stem, _, kind = key.removeprefix("model.").removeprefix("transformer.").rpartition(".")
+        name = named(stem, column, HERE)
+        if name is None or kind not in ("weight", "bias"):
+            raise BadInput(f"{source}: the weight {key!r} has no place here; Llama's family and GPT-2 are known")
+        if column == 1 and ".c_" in stem and w.dim() == 2:
             w = w.T  # Conv1D: (in, out)
         if name.endswith("qkv"):
-            found |= {name.removesuffix("qkv") + n + kind: part for n, part in zip("qkv", w.chunk(3))}
+            found |= {f"{name.removesuffix('qkv')}{n}.{kind}": part for n, part in zip("qkv", w.chunk(3))}
         else:
-            found[name + kind] = w
+            found[f"{name}.{kind}"] = w
     return found
 
 
@@ -554,8 +582,9 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
     print(f"teacher: {source}", file=sys.stderr)
     if path.is_dir() and is_ours(find_checkpoint(path)):
         return load(path, dtype=dtype, device=device)
+    tokenizer = teacher_tokenizer(path)
     with reading(path):
-        config, weights, tokenizer = (read_gguf if path.suffix == ".gguf" else read_folder)(path, source)
+        config, weights = (read_gguf if path.suffix == ".gguf" else read_folder)(path, source)
         if tokenizer.vocab > config.vocab:
             raise BadInput(
                 f"{path}: its tokenizer has {tokenizer.vocab} ids, its model {config.vocab}; one is another's"
@@ -566,11 +595,13 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
 def teacher_tokenizer(name_or_path):
     """The tokenizer of what `load_teacher` takes, without its weights."""
     path, _ = locate(str(name_or_path))
-    ours = path.is_dir() and find_checkpoint(path)
     with reading(path):
         if path.suffix == ".gguf":
             return gguf_tokenizer(gguf_fields(path)[1])
-        return load_tokenizer(ours) if ours and is_ours(ours) else read_tokenizer(path, read_json(path / "config.json"))
+        path = find_checkpoint(path) if path.is_dir() and find_checkpoint(path) else path
+        if not (path / "config.json").exists():
+            raise BadInput(f"{path}: no config.json in it, so it is no Hugging Face model folder and no run")
+        return read_tokenizer(path, read_json(path / "config.json"))
 
 
 def from_scratch(size, family, tokenizer, mixer="softmax", context=512, **options):
@@ -660,14 +691,11 @@ def from_pypi(target):
 
 
 def read_folder(folder, source):
-    """A Hugging Face folder -> (Config, weights, Tokenizer)."""
-    if not (folder / "config.json").exists():
-        raise BadInput(f"{folder}: no config.json in it, so it is no Hugging Face model folder and no run")
+    """A Hugging Face folder -> (Config, weights)."""
     raw, weights = read_json(folder / "config.json"), {}
     for file in weight_files(folder):
-        weights |= rename(read_weights(file), 0, source)
-    config = hf_config(raw, source, tied="head.weight" not in weights)
-    return config, weights, read_tokenizer(folder, raw)
+        weights |= rename(read_weights(file), int(raw.get("model_type") == "gpt2"), source)
+    return hf_config(raw, source, tied="head.weight" not in weights), weights
 
 
 def weight_files(folder):
@@ -712,7 +740,9 @@ FAMILIES = {  # model_type: what differs from a plain Llama, from its config.jso
     "mistral": lambda raw: {"sliding": raw.get("sliding_window") or 0},
     "qwen2": lambda raw: {"biases": ["qkv"]} | sliding_of(raw),
     "qwen3": lambda raw: {"head_norm": True} | sliding_of(raw),
-    "smollm3": lambda raw: {"no_rope": [i for i, used in enumerate(raw.get("no_rope_layers") or []) if not used]},
+    "smollm3": lambda raw: (
+        {"no_rope": [i for i, used in enumerate(raw.get("no_rope_layers") or []) if not used]} | sliding_of(raw)
+    ),
     "gpt2": lambda raw: {
         "norm": "layer",
         "mlp": "gelu",
@@ -768,22 +798,22 @@ def hf_config(raw, source, tied):
 
 
 def read_gguf(path, source):
-    """A GGUF of Llama's or GPT-2's architecture -> (Config, weights, Tokenizer)."""
+    """A GGUF of Llama's or GPT-2's architecture -> (Config, weights)."""
     import gguf
 
     reader, fields = gguf_fields(path)
-    kind, tokenizer = fields["general.architecture"], gguf_tokenizer(fields)
+    kind = fields["general.architecture"]
     raw = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     known = FAMILIES["gpt2"]({}) if kind == "gpt2" else {"rope_scaling": gguf_scaling(fields, raw)}
     fields.setdefault("attention.layer_norm_rms_epsilon", fields.get("attention.layer_norm_epsilon"))
     vocab = len(fields["tokenizer.ggml.tokens"])
     config = read_config(fields, 2, vocab=vocab, tied="output.weight" not in raw, source=source, **known)
-    weights = rename(raw, 1, source)
+    weights = rename(raw, 2, source)
     for name, w in weights.items() if kind == "llama" else ():
         if which := re.search(r"mixer\.([qk])\.", name):  # (head, pair, half) -> (head, half, pair)
             rows = w.unflatten(0, (config.heads if which[1] == "q" else config.kv_heads, -1, 2))
             weights[name] = rows.transpose(1, 2).flatten(0, 2)
-    return config, weights, tokenizer
+    return config, weights
 
 
 def gguf_fields(path):
@@ -811,7 +841,11 @@ def gguf_tokenizer(fields):
     bos, end = about("bos_token_id"), about("eos_token_id") or 0
     chat = {"template": fields.get("tokenizer.chat_template"), "eos_token": names[end]}
     chat |= {} if bos is None else {"bos_token": names[bos]}
-    more = {"bos": bos if about("add_bos_token") else None, "stops": [end], "chat": chat if chat["template"] else None}
+    more = {
+        "bos": bos if about("add_bos_token") else None,
+        "stops": [end, special.get("<|im_end|>", end)],
+        "chat": chat if chat["template"] else None,
+    }
     eos = special.get("<|endoftext|>", end)
     return Tokenizer.from_merges(tokens, about("merges"), SPLITS[about("pre")], special, eos, **more)
 
@@ -912,7 +946,7 @@ def save(model, tokenizer, folder):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(plain_weights(model), folder / "model.safetensors")
-    tokenizer.save(folder)
+    save_tokenizer(tokenizer, folder)
     (folder / "config.json").write_text(json.dumps({"nanolinear": 1} | dataclasses.asdict(model.config), indent=1))
 
 
@@ -944,7 +978,7 @@ def load(folder, *, dtype=None, device=None):
         raise BadInput(f"{path}/config.json: not written by this project; use load_teacher for Hugging Face folders")
     with reading(path, "an older step-* beside it may be good"):
         weights = load_file(path / "model.safetensors")
-        return assemble(Config(**raw), weights, str(path), dtype, device), load_tokenizer(path)
+        return assemble(Config(**raw), weights, str(path), dtype, device), read_tokenizer(path, {})
 
 
 # ------------------------------------------------------------------ out, to transformers
@@ -1023,7 +1057,7 @@ def export(model, tokenizer, folder):
         raise BadInput(f"--export {folder} exists; give another folder")
     weights = plain_weights(model)
     kind = family_of(c) if set(c.mixers) == {"softmax"} else "nanolinear"
-    raw = {"model_type": kind, "vocab_size": c.vocab, "tie_word_embeddings": c.tied, "eos_token_id": tokenizer.eos}
+    raw = {"model_type": kind, "vocab_size": c.vocab, "tie_word_embeddings": c.tied, "eos_token_id": tokenizer.stops}
     raw |= {"bos_token_id": tokenizer.bos, "dtype": str(weights["embed.weight"].dtype).removeprefix("torch.")}
     if kind == "nanolinear":
         weights = {"model." + k: w for k, w in weights.items()}
@@ -1036,14 +1070,7 @@ def export(model, tokenizer, folder):
     folder.mkdir(parents=True)
     save_file({k: w.contiguous() for k, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
-    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    name = {i: text for text, i in getattr(tokenizer, "special", {}).items()}.get(tokenizer.eos)
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name}
-    if tokenizer.chat:
-        about |= {"chat_template": tokenizer.chat["template"]} | {
-            k: tokenizer.chat[k] for k in tokenizer.chat if k != "template"
-        }
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    save_tokenizer(tokenizer, folder)
     if kind == "nanolinear":
         here = Path(__file__).parent
         (folder / "modeling_nanolinear.py").write_text(MODELING)
@@ -1063,31 +1090,17 @@ def family_of(c):
     return next((kind for kind, is_it in odd.items() if is_it), "llama")
 
 
-def their_name(name, gpt2):
-    """A weight's name in a Hugging Face file: NAMES read backwards."""
-    stem, kind = name.rsplit(".", 1)
-    for theirs, _, ours in NAMES:
-        if ours is None or (theirs.startswith(GPT2) != gpt2 and theirs != "lm_head"):
-            continue
-        if match := re.fullmatch(re.escape(ours).replace(r"\\1", r"(\d+)").replace(r"\\2", r"(\w+)"), stem):
-            found = theirs.replace(LLAMA, "model.").replace(GPT2, "transformer.").replace("\\.", ".")
-            for group in match.groups():
-                found = re.sub(r"\([^)]*\)", group, found, count=1)
-            if re.fullmatch(theirs, found):
-                return f"{found}.{kind}"
-
-
 def outward(weights, c, kind):
     """Weights and the fields of config.json as transformers has them."""
-    gpt2, out = kind == "gpt2", {}
-    for i in range(c.layers) if gpt2 else ():
-        for part in ("weight", "bias"):
-            weights[f"blocks.{i}.mixer.qkv.{part}"] = torch.cat(
-                [weights.pop(f"blocks.{i}.mixer.{n}.{part}") for n in "qkv"]
-            )
+    gpt2, out, weights = kind == "gpt2", {}, dict(weights)
+    for i, part in itertools.product(range(c.layers), ("weight", "bias")) if gpt2 else ():
+        qkv = [weights.pop(f"blocks.{i}.mixer.{n}.{part}") for n in "qkv"]
+        weights[f"blocks.{i}.mixer.qkv.{part}"] = torch.cat(qkv)
     for name, w in weights.items():
-        name = their_name(name, gpt2)
-        out[name] = w.T if gpt2 and ".c_" in name and w.dim() == 2 else w
+        stem, _, part = name.rpartition(".")
+        name = named(stem, HERE, int(gpt2))
+        whole = name if name == "lm_head" else f"{'transformer' if gpt2 else 'model'}.{name}"
+        out[f"{whole}.{part}"] = w.T if gpt2 and ".c_" in name and w.dim() == 2 else w
     fields = {keys[gpt2]: getattr(c, name) for name, keys in FIELDS.items() if keys[gpt2] and name != "rope_base"}
     if gpt2:
         return out, fields
@@ -1118,9 +1131,9 @@ def main():
     parser.add_argument("--prompt", default="The capital of France is", help="text to continue with the loaded model")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     args = parser.parse_args()
-    teacher, tokenizer = load_teacher(args.teacher)
     if args.push and not args.export:
         raise BadInput(f"--push {args.push}: give --export FOLDER too, it is what is uploaded")
+    teacher, tokenizer = load_teacher(args.teacher)
     if args.export:
         export(teacher, tokenizer, args.export)
         return print(f"written: {args.export}" + (f", uploaded: {push(args.export, args.push)}" if args.push else ""))
@@ -1163,7 +1176,7 @@ def stream(model, tokenizer, prompt, count, *, chat=False, **how):
     text = dialogue(tokenizer, [{"role": "user", "content": prompt}]) if chat else prompt
     ids = tokenizer.encode(text, special=True) or [tokenizer.eos]
     ids = ids if first in (None, ids[0]) else [first, *ids]
-    ids = ids[: model.config.context] if model.config.learned else ids
+    ids = ids[-model.config.context :] if model.config.learned else ids
     for token in model.generate(ids, count, stop=tokenizer.stops, **how):
         done.append(token)
         text = tokenizer.decode(done)

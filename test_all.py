@@ -4,12 +4,12 @@ pytest test_all.py                 what an outside library must confirm skips wh
 pytest test_all.py -m slow         kill -9, twenty times
 """
 
-import contextlib
 import copy
 import importlib
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +18,8 @@ import time
 import types
 from pathlib import Path
 
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run on this CPU, slowly
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import distill
 import evaluate
+import kernels
 import mixers
 import surgery
 import train
@@ -249,6 +252,59 @@ def test_oracle_retention():
     x, log_decay = draw("none", "add", 70, H=3, dtype=torch.float32), make("retnet").log_decay.float()
     o = naive_retention(*(x[n].transpose(1, 2) for n in "qkv")).transpose(1, 2)
     close(recurrent(x["q"] * 6**-0.5, x["k"], x["v"], log_decay=log_decay.expand(2, 70, 3, 1))[0], o, 1e-5)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that nobody has written is NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@cells
+def test_oracle_kernels_are_recurrent(poisoned, decay, write):
+    pytest.importorskip("triton")
+    for T, K, V in ((1, 16, 20), (15, 60, 16), (16, 16, 100), (17, 20, 64), (64, 64, 16), (65, 16, 16), (130, 32, 60)):
+        x = draw(decay, write, T, B=1, K=K, V=V, dtype=torch.float32)
+        got = run(kernels.kernel, x)
+        wanted = run(recurrent, {n: z.detach().double().requires_grad_() for n, z in x.items()})
+        for name in wanted:
+            assert got[name].isfinite().all() and distance(got[name], wanted[name]) < 1e-5, name
+        with torch.no_grad():  # at T = 1 the step kernel
+            for a, name in zip(kernels.kernel(**pack(x)), ("o", "S_out")):
+                assert distance(a, wanted[name]) < 1e-5
+
+
+@pytest.mark.parametrize("T", (1, 20))
+def test_oracle_kernels_take_half_precision(poisoned, T):
+    pytest.importorskip("triton")
+    x = {n: z.detach() for n, z in draw("channel", "delta", T, K=16, V=16, dtype=torch.float16).items()}
+    (o, S), (wanted, last) = (form(**x) for form in (kernels.kernel, recurrent))
+    assert o.dtype == torch.float16 and S.dtype == torch.float32
+    close(o, wanted, 2e-3)
+    close(S, last, 1e-4)
+
+
+def test_kernels_fall_back_aloud(capsys):
+    x = draw("head", "delta", 9)
+    kernels.fall_back.cache_clear()
+    for _ in range(2):
+        for a, b in zip(scan(**x, form="kernel"), chunked(**x)):
+            assert torch.equal(a, b)  # float64
+    assert capsys.readouterr().err.count("chunked, in PyTorch, runs instead") == 1
+
+
+def test_oracle_kernels_fit_their_cards():
+    pytest.importorskip("triton")
+    quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    words = [sys.executable, "-W", "ignore", kernels.__file__]
+    told = subprocess.run(words, env=quiet, capture_output=True, text=True, check=True).stdout
+    rows = re.findall(r"sm_(\d+) (\w+) +(\d+) registers, +(\d+) bytes spilled, (\d+) KiB shared", told)
+    assert len(rows) == 6 and {row[3] for row in rows} == {"0"}
+    assert all(int(shared) <= {"80": 100, "90": 228}[arch] for arch, *_, shared in rows)
+    assert all(float(x) < 1e-5 for x in re.findall(r"largest difference (\S+)", told)) and "add" in told
 
 
 # ---------------------------------------------------------------- 2. A mixer is its cell on every path
@@ -1083,12 +1139,10 @@ def test_oracle_tokenizers(tmp_path, kind):
     ours = surgery.read_tokenizer(tmp_path, {"eos_token_id": 1})
     assert isinstance(ours, surgery.Library) == (kind == "sentencepiece")
     assert ours.bos == (0 if kind in ("llama 3", "sentencepiece") else None)
-    ours.save(tmp_path)
-    if kind != "sentencepiece":
-        (tmp_path / "tokenizer.json").unlink()
+    surgery.save_tokenizer(ours, tmp_path)
     g = torch.Generator().manual_seed(0)
     anything = ["".join(chr(c) for c in torch.randint(32, 0xD7FF, (20,), generator=g).tolist()) for _ in range(50)]
-    again, out = surgery.load_tokenizer(tmp_path), type(made).from_str(ours.to_json())
+    again, out = surgery.read_tokenizer(tmp_path, {}), type(made).from_str(ours.to_json())
     out.encode_special_tokens = True
     for text in [*TEXTS, Path(train.__file__).read_text()[:5000], *anything]:
         made.encode_special_tokens = True
@@ -1127,6 +1181,8 @@ CHATS = {  # of my own, each with what a family's templates use
     "{{ raise_exception('late system') }}{% endif %}\n  {% if m.role == 'user' %}[Q] {{ m.content }} [/Q]"
     "{% elif loop.last and not add_generation_prompt %}{% break %}{% else %} {{ m.content }}{{ eos_token }}"
     "{% endif %}\n{% endfor %}",
+    "tools": "{% if tools is not none %}{{ tools | length }}{% endif %}{{ messages | tojson(indent=2) }}{{ bos_token }}"
+    "{{ messages | tojson(ensure_ascii=true, sort_keys=true) }}{{ eos_token }}",
     "answers": "{% set day = strftime_now('%Y') %}{{ day }}{{ messages | tojson }}{% for m in messages %}"
     "{%- if m.role == 'assistant' -%}\n {%- generation -%} {{ m.content }} {%- endgeneration -%}\n{% endif %}"
     "{% endfor %}",
@@ -1141,8 +1197,10 @@ def test_oracle_chat_templates(tmp_path, kind, name):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=odd_tokenizers(kind), **how)
     theirs.save_pretrained(tmp_path)
     ours = surgery.read_tokenizer(tmp_path, {"eos_token_id": 1})
-    ours.save(tmp_path / ".")
-    for tokenizer in (ours, surgery.load_tokenizer(tmp_path)):
+    (tmp_path / "saved").mkdir()
+    surgery.save_tokenizer(ours, tmp_path / "saved")
+    for tokenizer in (ours, surgery.read_tokenizer(tmp_path / "saved", {})):
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.stops) == (0 if kind == "sentencepiece" else None, 1, [1])
         for reply, talk in itertools.product((True, False), (TALK, [*TALK, {"role": "assistant", "content": "4"}])):
             text = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=reply)
             assert surgery.dialogue(tokenizer, talk, reply=reply) == text
@@ -1213,7 +1271,7 @@ def test_oracle_packaged_tokenizer():
     pre = tokenizers.pre_tokenizers
     reference.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
     tokenizer = surgery.load_teacher(CACHED)[1]
-    texts = [*itertools.islice(train.documentation(), 20), "año 1234,5  \n\n x\t7 8's 漢字 🙂\r\n   end  "]
+    texts = [*itertools.islice(evaluate.documentation(), 20), "año 1234,5  \n\n x\t7 8's 漢字 🙂\r\n   end  "]
     for text in texts:
         ids = tokenizer.encode(text)
         assert ids == reference.encode(text).ids and tokenizer.decode(ids) == text
@@ -1478,8 +1536,8 @@ def test_sft_counts_answers_alone():
         assert distill.sft(teacher, None, ids, backward, learn=learn)["sft"].item() == pytest.approx(wanted.item())
     empty = distill.sft(teacher, None, ids, lambda loss: loss.backward(), learn=learn & False)
     assert empty["loss"].item() == 0
-    plain, none = distill.unmark(ids)
-    assert none is None and torch.equal(plain, ids)
+    plain, all_of_it = distill.unmark(ids)
+    assert all_of_it.all() and torch.equal(plain, ids)
 
 
 def test_lora_merges_into_the_weights():
@@ -1492,6 +1550,8 @@ def test_lora_merges_into_the_weights():
     for p in student.parameters():
         p.data += 0.1 * torch.randn_like(p) * p.requires_grad
     unmerged, told = student(ids)[0], surgery.plain_weights(student)
+    lora = student.blocks[0].mixer.q.parametrizations.weight[0]
+    torch.testing.assert_close(told["blocks.0.mixer.q.weight"], plain["blocks.0.mixer.q.weight"] + 2 * lora.B @ lora.A)
     distill.set_lora(student, 0)
     assert (student(ids)[0] - unmerged).abs().max() < 1e-6 and (unmerged - before).abs().max() > 1e-3
     after = student.state_dict()
@@ -1517,21 +1577,72 @@ def test_layers_are_ranked_by_what_softmax_gains():
 
 
 def test_schedules():
-    stage = lambda name, **more: distill.Stage("ce", 1.0, 2.0, name, warmup=0.1, **more)
-    ends = {
-        "wsd": (2, 1, 0),
-        "cosine": (1, 0.19, 0),
-        "linear": (1, 0.2, 0),
-        "constant": (2, 2, 2),
-        "plateau": (2, 2, 2),
-    }
-    for name, (half, late, last) in ends.items():
-        found = [train.rate_at(stage(name), done, 0) for done in (0.5, 0.9, 1.0)]
-        assert found[0] == pytest.approx(half) and found[2] == pytest.approx(last, abs=1e-9)
-        assert abs(found[1] - late) < 0.15 and train.rate_at(stage(name), 0.0, 0) == pytest.approx(0.02, rel=0.01)
-    assert train.rate_at(stage("cosine", floor=0.25), 1.0, 0) == 0.5
-    assert train.rate_at(stage("plateau"), 0.5, 3) == 0.25
+    leg = lambda name, **more: train.Leg(distill.Stage("ce", 1.0, 2.0, name, warmup=0.1, **more), 5, 105, 1, 16, 0)
+    ends = {"wsd": (2, 1), "cosine": (1, 2 * (0.5 + 0.5 * math.cos(0.9 * math.pi))), "linear": (1, 0.2)}
+    for name, (half, late) in (ends | {"constant": (2, 2), "plateau": (2, 2)}).items():
+        found = [train.rate_at(leg(name), step, 0) for step in (55, 95, 5, 14)]
+        assert found[:2] == pytest.approx([half, late]) and found[2] == pytest.approx(0.2, rel=0.02)
+        assert found[3] > 1.7  # warmed up in ten steps
+    assert train.rate_at(leg("cosine", floor=0.25), 105, 0) == 0.5 and train.rate_at(leg("plateau"), 55, 3) == 0.25
     assert [train.cuts_in(v) for v in ([], [3, 2, 1], [1, 2, 2], [1, 2, 2, 0, 1, 1], [2, 3, 1, 2])] == [0, 0, 1, 2, 0]
+
+
+def test_aligned_stages_by_hand(monkeypatch):
+    x, y, after = torch.zeros(2, 2, 2), torch.tensor([[[3.0, 4], [0, 0]], [[0, 1], [1, 0]]]), torch.ones(2, 2, 2)
+    block = lambda z: (after + torch.tensor([[[3.0, 4], [0, 0]], [[0, 2], [0, 0]]]), None)
+    block.mixer = lambda z: (torch.zeros_like(y) + torch.tensor([0.0, 1]), None)
+    monkeypatch.setattr(distill, "layers", lambda *_: [(block, x, y, x, after)])
+    teacher = types.SimpleNamespace(blocks=[0, 0])  # two layers, one of them met here
+    wanted = ((9 + 9 + 1) / 25 + (0 + 2) / 2) / 2 / 2
+    assert distill.attention(None, teacher, None)["attention"].item() == pytest.approx(wanted)
+    wanted = (5 + 0 + 2 + 0) / 4 / math.sqrt(2) / 2
+    assert distill.hidden(None, teacher, None)["hidden"].item() == pytest.approx(wanted)
+
+
+def test_roles_have_rates_and_weights_decay():
+    student = surgery.linearize(tiny_teacher()[0], "gla", conv=0)
+    stage = distill.Stage("logits", 1.0, 1e-3, rates={"new": 10.0, "trunk": 0.5})
+    groups = train.optimizer_for(student, stage).param_groups
+    names = {id(p): name for name, p in student.named_parameters()}
+    for group in groups:
+        for p in group["params"]:
+            name = names[id(p)]
+            told = 0.5 if ".mixer." not in name else 1.0 if re.search(r"mixer\.[qkvo]\.", name) else 10.0
+            assert group["rate"] == told, name
+            assert group["weight_decay"] == (0.1 if p.dim() == 2 and name.endswith("weight") else 0.0), name
+    run = train.Run(types.SimpleNamespace(micro_batch=None, device="cpu"), None, student, *[None] * 5, torch.float32)
+    before = {n: p.clone() for n, p in student.named_parameters()}
+    optimizer = train.optimizer_for(student, stage)
+    train.one_step(
+        run, torch.randint(0, 257, (1, 20)), distill.Stage("ce", 1.0, 1e-3, rates=stage.rates), optimizer, 1e-3
+    )
+    moved = lambda name: (dict(student.named_parameters())[name] - before[name]).abs().max().item()
+    assert moved("blocks.0.mixer.fade.bias") == pytest.approx(1e-2, rel=0.05)
+    assert moved("norm.weight") == pytest.approx(5e-4, rel=0.05)
+
+
+def test_answers_are_marked():
+    tokenizer = surgery.bytes_tokenizer()
+    tokenizer.chat = {"template": CHATS["marks"]}
+    talk = [
+        {"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "d"))
+    ]
+    ids = torch.tensor(train.ids_of([*talk, {"role": "user", "content": "never"}], tokenizer, "x"))
+    whole, learn = distill.unmark(ids)
+    assert tokenizer.decode(whole.tolist()) == surgery.dialogue(tokenizer, talk, reply=False)
+    assert tokenizer.decode(ids[learn].tolist()) == "b</s>\nd</s>\n"
+
+
+def test_recall_is_what_its_paper_says():
+    made = evaluate.recall(6, 64, seed=1)
+    for _ in range(50):
+        x = torch.from_numpy(next(made))
+        ids, learn = distill.unmark(x)
+        keys, values = ids[:12:2], ids[1:12:2]
+        assert len(set(keys.tolist())) == 6 and keys.max() < 256 <= values.min() and not learn[:12].any()
+        at = learn.nonzero()[:, 0]
+        told = dict(zip(keys.tolist(), values.tolist()))
+        assert len(at) == 6 and {ids[i - 1].item(): ids[i].item() for i in at} == told
 
 
 def test_kl_and_ce_by_hand():
@@ -1674,27 +1785,26 @@ def test_interrupted_is_uninterrupted(teacher_folder, tmp_path, monkeypatch):
     assert scores[0] == scores[1] and (tmp_path / "cut" / "loss.png").stat().st_size > 1000
 
 
-RECIPES = {
-    "haller": ["--mixer", "gated_delta"],
-    "mohawk": ["--mixer", "mamba2"],
-    "supra": ["--mixer", "supra"],
-    "t2r": ["--mixer", "t2r", "--recompute"],
-    "hedgehog": ["--mixer", "hedgehog"],
-    "lolcats": ["--mixer", "hedgehog", "--window", "4", "--option", "blend=shared"],
-    "radlads": [
-        "--mixer",
-        "rwkv7",
-        "--rates",
-        "new=3,trunk=0.5",
-        "--micro-batch",
-        "1",
-        "--tokens-per-step",
-        "32",
-        "--tokens",
-        "1280",
-    ],
-    "hybrid": ["--mixer", "delta", "--keep", "auto:1"],
-    "sft": ["--mixer", "kda", "--data", "CHATS"],
+MIXER, ALL = r"blocks\.\d\.mixer\.", ""
+NEW = MIXER + r"(?!([qkvo]|[qk]_norm)\.)"
+RECIPES = {  # flags; what may train in each stage; steps to be cut in, at least one in each
+    "haller": (["--mixer", "gated_delta"], [MIXER, r"blocks\.", ALL], (1, 2, 9)),
+    "mohawk": (["--mixer", "mamba2", "--tokens", "1280"], [MIXER, r"blocks\.", ALL], (1, 3, 9)),
+    "supra": (["--mixer", "supra"], [ALL], (7,)),
+    "t2r": (["--mixer", "t2r", "--recompute"], [ALL], (7,)),
+    "hedgehog": (["--mixer", "hedgehog", "--option", "gate=silu"], [NEW, ALL], (7, 15)),
+    "lolcats": (
+        ["--mixer", "hedgehog", "--window", "4", "--option", "blend=shared"],
+        [NEW, MIXER + r"[qkvo]\.parametrizations\.weight\.0"],
+        (7, 31),
+    ),
+    "radlads": (
+        ["--mixer", "rwkv7", "--rates", "new=3", "--micro-batch", "1", "--tokens-per-step", "32", "--tokens", "2560"],
+        [MIXER, ALL, ALL],
+        (7, 31, 72),
+    ),
+    "hybrid": (["--mixer", "delta", "--keep", "auto:1"], [ALL], (7,)),
+    "sft": (["--mixer", "kda", "--data", "CHATS"], [ALL], (7,)),
 }
 
 
@@ -1707,10 +1817,11 @@ def chats(folder):
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": talk(i)}) + "\n" for i in range(200)))
 
 
-@pytest.mark.parametrize("recipe, more", RECIPES.items(), ids=RECIPES)
-def test_every_recipe_trains_what_it_says_and_resumes(tmp_path, monkeypatch, recipe, more):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_what_it_says_and_resumes(tmp_path, monkeypatch, recipe):
     chats(tmp_path)
-    more = ["--recipe", recipe, *(str(tmp_path / "chats.jsonl") if w == "CHATS" else w for w in more)]
+    flags, wanted, deaths = RECIPES[recipe]
+    words = ["--recipe", recipe, *(str(tmp_path / "chats.jsonl") if w == "CHATS" else w for w in flags)]
     step, seen, calls = train.one_step, {}, itertools.count()
 
     def watched(run, tokens, stage, *rest):
@@ -1721,26 +1832,30 @@ def test_every_recipe_trains_what_it_says_and_resumes(tmp_path, monkeypatch, rec
         assert all(torch.equal(after[n], w) for n, w in frozen.items())
         moved = seen.setdefault(stage.loss, (before.keys(), set()))[1]
         moved |= {n for n, w in before.items() if not torch.equal(after[n], w)}
-        if next(calls) == watched.dies:
+        if next(calls) in watched.deaths:
             raise KeyboardInterrupt
         return losses
 
     monkeypatch.setattr(train, "one_step", watched)
-    for watched.dies, out in ((None, "whole"), (31, "cut")):
-        calls = itertools.count()
-        words = command(tmp_path / "teacher", tmp_path / out, *more)
-        with pytest.raises(KeyboardInterrupt) if watched.dies else contextlib.nullcontext():
-            call(train, monkeypatch, *words)
-    watched.dies = None
-    call(train, monkeypatch, *words, "--resume")
-    whole, cut = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert seen.keys() == {stage.loss for stage in distill.RECIPES[recipe]}
-    for loss, (trained, moved) in seen.items():
+    watched.deaths = ()
+    call(train, monkeypatch, *command(tmp_path / "teacher", tmp_path / "whole", *words, "--save-every", "2"))
+    names = [n for n, _ in surgery.load(tmp_path / "whole")[0].named_parameters()]
+    assert list(seen) == [stage.loss for stage in distill.RECIPES[recipe]]
+    for (loss, (trained, moved)), pattern in zip(seen.items(), wanted):
+        assert trained == {n for n in trained if re.match(pattern, n)} and trained
+        assert "parametrizations" in pattern or len(trained) == sum(bool(re.match(pattern, n)) for n in names)
         still = trained - moved
-        if loss == "matrix":  # says nothing of values
+        if loss in ("matrix", "weights"):  # they say nothing of values
             still -= {n for n in still if re.search(r"mixer\.([vo]\.|gate|scale)", n)}
         assert not still, (loss, still)
+    for died in deaths:
+        watched.deaths, calls, out = (died,), itertools.count(), tmp_path / f"cut{died}"
+        part = command(tmp_path / "teacher", out, *words, "--save-every", "2")
+        with pytest.raises(KeyboardInterrupt):
+            call(train, monkeypatch, *part)
+        call(train, monkeypatch, *part, "--resume")
+        whole, cut = weights_of(tmp_path / "whole"), weights_of(out)
+        assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
 def test_a_student_goes_on(tmp_path, monkeypatch, capsys):
@@ -1748,13 +1863,27 @@ def test_a_student_goes_on(tmp_path, monkeypatch, capsys):
     call(train, monkeypatch, *command(tmp_path / "teacher", tmp_path / "run", "--mixer", "gla", "--option", "conv=0"))
     more = ["--data", str(tmp_path / "chats.jsonl"), "--recipe", "sft", "--student", str(tmp_path / "run")]
     words = [w for w in command(tmp_path / "teacher", tmp_path / "tuned", *more)]
-    with pytest.raises(surgery.BadInput, match="its own is kept; leave --mixer out"):
+    with pytest.raises(surgery.BadInput, match="its own stays; leave --mixer out"):
         call(train, monkeypatch, *words, "--mixer", "kda")
     call(train, monkeypatch, *words, "--calibrate", "0", "--lr", "1e-3")
     a, b = weights_of(tmp_path / "run"), weights_of(tmp_path / "tuned")
     assert a.keys() == b.keys() and not any("taps" in name for name in a)
+    assert all((a[name] - b[name]).abs().max() < 0.3 for name in a)  # it began where the other ended
     rows = [r for r in train.rows_of(tmp_path / "tuned" / "metrics.jsonl") if "loss" in r]
     assert rows[-1]["sft"] < rows[0]["sft"]
+    told = [r for r in train.rows_of(tmp_path / "tuned" / "metrics.jsonl") if "heldout" in r]
+    assert {r["heldout"] for r in told} == {"ce"} and told[-1]["value"] < told[0]["value"]
+
+
+def test_a_student_keeps_its_kept_layers(teacher_folder, tmp_path, monkeypatch):
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "run", "--keep", "auto:1"))
+    ours = surgery.load(tmp_path / "run")[0].config.mixers
+    call(
+        train,
+        monkeypatch,
+        *command(teacher_folder, tmp_path / "more", "--student", str(tmp_path / "run"), "--calibrate", "0"),
+    )
+    assert surgery.load(tmp_path / "more")[0].config.mixers == ours and sorted(ours) == ["delta", "softmax"]
 
 
 def test_dry_run_writes_nothing(teacher_folder, tmp_path, monkeypatch, capsys):
@@ -1790,10 +1919,13 @@ def test_micro_batches_cost_memory_alone(teacher_folder, tmp_path, monkeypatch):
 def test_recomputed_blocks_have_the_same_gradients():
     teacher, _ = tiny_teacher()
     student, ids, grads = surgery.linearize(teacher, "kda").double(), torch.randint(0, 257, (2, 20)), []
+    calls = []
+    student.blocks[0].norm1.register_forward_hook(lambda *_: calls.append(1))
     for student.recompute in (False, True):
         student.zero_grad()
         distill.ce(student, None, ids, lambda loss: loss.backward())
         grads.append([p.grad.clone() for p in student.parameters()])
+    assert len(calls) == 3  # once, then once and again
     for a, b in zip(*grads):
         close(a, b, 1e-12)
 
@@ -1844,14 +1976,14 @@ def test_kill_minus_nine(teacher_folder, tmp_path, monkeypatch):
 
 
 def test_full_disk_keeps_the_last_checkpoint(teacher_folder, tmp_path, monkeypatch):
-    save = train.save
+    save = surgery.save
 
     def full(model, tokenizer, folder):
         save(model, tokenizer, folder)
         if surgery.find_checkpoint(tmp_path / "run"):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(train, "save", full)
+    monkeypatch.setattr(surgery, "save", full)
     with pytest.raises(surgery.BadInput, match="No space left .* step-00000005 is whole; make room and --resume"):
         call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))
     assert [p.name for p in (tmp_path / "run").glob("step*")] == ["step-00000005"]
@@ -1862,7 +1994,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(teacher_folder, tmp_path, monke
     calls = itertools.count(1)  # the first call is the validation before step 0
     broken = lambda *a, **k: {n: v * (math.nan if next(calls) > 12 else 1) for n, v in stage(*a, **k).items()}
     monkeypatch.setitem(distill.STAGES, "logits", broken)
-    with pytest.raises(surgery.BadInput, match=r"step 3, stage logits: loss is nan at lr"):
+    with pytest.raises(surgery.BadInput, match=r"step 4, stage logits: loss is nan at lr"):
         call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))
     assert all(w.isfinite().all() for w in weights_of(tmp_path / "run").values())
 
@@ -1895,13 +2027,15 @@ BAD = {
     "wrong option": (["--option", "gate=relu"], "wanted none, silu, sigmoid"),
     "no number": (["--option", "conv"], "wanted 0,8,16 or auto:4, and NAME=VALUE"),
     "no such device": (["--device", "abacus"], "try --device cpu"),
-    "a size to pretrain": (["--size", "1m", "--teacher", "none", "--recipe", "default"], "has no teacher"),
+    "a size to pretrain": (["--size", "1m", "--teacher", "none", "--recipe", "default"], "they alone, have none"),
     "a size without weights": (["--size", "140m", "--teacher", "none"], "go with --teacher none"),
     "a tokenizer of another": (["--tokenizer", "140m"], "brings its own"),
     "one window": (["--calibrate", "1"], "at least 2"),
     "no tokens": (["--tokens", "0"], "wanted a number from"),
     "no context": (["--context", "0"], "wanted a number from"),
     "no layers": (["--keep", "auto:0"], "wanted 0,8,16 or auto:4"),
+    "more layers than there are": (["--keep", "auto:2"], "wanted fewer than this teacher's 2 layers"),
+    "calibrated to nobody": (["--size", "1m", "--teacher", "none"], "nothing to calibrate to"),
     "no role": (["--rates", "old=3"], "wanted factors of trunk, mixer or new"),
     "rows that are no weights": (["--recipe", "hedgehog"], "wanted a mixer whose rows are weights"),
     "nothing new to train": (["--mixer", "softmax", "--recipe", "haller"], "trains new mixers, and here are none"),
@@ -2008,23 +2142,48 @@ def test_heldout_of_the_teacher_itself():
     assert scores["ce"][0] == pytest.approx(math.log(257), abs=0.5)
 
 
+def test_heldout_by_hand():
+    teacher, student = tiny_teacher()[0], surgery.linearize(tiny_teacher()[0], "gla")
+    tokens = torch.randint(0, 257, (3, 20))
+    tokens[1, :15] = ~tokens[1, :15]
+    ids, learn = distill.unmark(tokens)
+    log_p, log_t = (model(ids)[0][:, :-1].log_softmax(-1) for model in (student, teacher))
+    rows = {"kl": (log_t.exp() * (log_t - log_p)).sum(-1), "agreement": (log_t.argmax(-1) == log_p.argmax(-1)).double()}
+    rows |= {n: -x.gather(-1, ids[:, 1:, None])[..., 0] for n, x in (("ce", log_p), ("teacher_ce", log_t))}
+    found = evaluate.heldout(student, teacher, tokens, block=7)
+    for name, values in rows.items():
+        each = values.mean(-1)
+        assert found[name] == pytest.approx((each.mean().item(), each.std().item() / 3**0.5), rel=1e-4), name
+    right = (log_p.argmax(-1) == ids[:, 1:]).double()
+    each = [right[i][learn[i, 1:]].mean().item() for i in range(3)]
+    assert found["answers"][0] == pytest.approx(sum(each) / 3)
+    student.embed.weight.data = torch.eye(257, 24)  # a head that says what it likes
+    assert evaluate.heldout(student, None, tokens).keys() == {"ce", "answers"}
+
+
 def test_likelihoods_do_not_depend_on_the_batch():
     model, tokenizer = tiny_teacher()
     student = surgery.linearize(model, "delta", window=4)
-    pairs = [("a b", " c"), ("a longer context, and", " its end"), ("x", " y")]
+    pairs = [("a b", " c"), ("a longer context, and", " its end"), ("x", " y"), ("no end", "")]
     for m in (model, student):
-        together = evaluate.likelihoods(m, tokenizer, pairs)
-        for (context, continuation), (found, *_) in zip(pairs, together):
-            ids, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
-            log_p = m(torch.tensor([ids]))[0][0].log_softmax(-1)
-            assert found == pytest.approx(sum(log_p[i - 1, ids[i]].item() for i in range(start, len(ids))), abs=1e-4)
-    long, whole = evaluate.likelihoods(model, tokenizer, [("a" * 80, " b"), ("a" * 63, " b")])
-    assert long[2] and not whole[2] and long[:2] == pytest.approx(whole[:2])  # the context holds 64
-    assert evaluate.encode_pair(tokenizer, "a b  ", "c") == ([97, 32, 98, 32, 32, 99], 3)
-    assert evaluate.encode_pair(tokenizer, "", "c") == ([256, 99], 1)
+        encoded = [evaluate.encode_pair(tokenizer, *pair, 64)[:2] for pair in pairs]
+        ids = tokenizer.encode("so")
+        for _ in range(6):  # what it says itself is greedy
+            ids.append(int(m(torch.tensor([ids]))[0][0, -1].argmax()))
+        encoded.append((ids, 2))
+        for at_once in (1, 60, 2048):
+            found = evaluate.likelihoods(m, encoded, at_once=at_once)
+            for (ids, start), (ll, _) in zip(encoded, found):
+                log_p = m(torch.tensor([ids]))[0][0].log_softmax(-1)
+                assert ll == pytest.approx(sum(log_p[i - 1, ids[i]].item() for i in range(start, len(ids))), abs=1e-4)
+            assert [greedy for _, greedy in found] == [False, False, False, True, True]
+    assert evaluate.encode_pair(tokenizer, "a b  ", "c", 64) == ([97, 32, 98, 32, 32, 99], 3, False)
+    assert evaluate.encode_pair(tokenizer, "", "c", 64) == ([256, 99], 1, False)
+    assert evaluate.encode_pair(tokenizer, "a" * 80, " b", 64) == ([97] * 63 + [32, 98], 63, True)
+    assert evaluate.encode_pair(tokenizer, "a" * 63, " b", 64)[2] is False
 
 
-def test_rolling_predicts_each_token_once():
+def test_windows_predict_each_token_once():
     model, tokenizer = tiny_teacher()
     text = "An odd text of some 130 characters, so that the context of 64 holds it in three windows, one of them short."
     ids = [tokenizer.eos, *tokenizer.encode(text)]
@@ -2033,7 +2192,8 @@ def test_rolling_predicts_each_token_once():
         end = min(at + 64, len(ids) - 1)
         x, y = torch.tensor([ids[end - 64 : end]]), torch.tensor(ids[at + 1 : end + 1])
         wanted -= F.cross_entropy(model(x)[0][0, -len(y) :], y, reduction="sum").item()
-    assert evaluate.rolling(model, tokenizer, text) == (pytest.approx(wanted, rel=1e-5), len(ids) - 1)
+    found = evaluate.answer([evaluate.Page(text, 1, 1)], model, tokenizer, "cpu")
+    assert found == [{"ll": pytest.approx(wanted, rel=1e-5), "tokens": len(ids) - 1}]
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "gated_delta"])
@@ -2041,12 +2201,22 @@ def test_texts_together_are_texts_alone(mixer):
     tokenizer, prompts = surgery.bytes_tokenizer(), ["a", "some longer prompt", "and another"]
     teacher, _ = tiny_teacher()
     model = surgery.linearize(teacher, mixer)
-    together = evaluate.generate(model, tokenizer, prompts, 12)
+    together = [text for text, _ in evaluate.generate(model, tokenizer, prompts, 12)]
+    assert together == [text for text, _ in evaluate.generate(model, tokenizer, prompts, 12, piece=5)]
     for prompt, text in zip(prompts, together):
         alone = list(model.generate(tokenizer.encode(prompt), 12, stop=tokenizer.stops))
         assert text == tokenizer.decode(alone)
     word = together[1][3:5]
-    assert evaluate.generate(model, tokenizer, prompts[1:2], 12, until=(word,)) == [together[1].split(word)[0]]
+    assert evaluate.generate(model, tokenizer, prompts[1:2], 12, until=(word,)) == [(together[1].split(word)[0], False)]
+
+
+def test_learned_positions_cut_what_does_not_fit():
+    tokenizer = surgery.bytes_tokenizer()
+    model = surgery.from_scratch("1m", "gpt2", tokenizer, context=32)
+    (text, cut), (_, short) = evaluate.generate(model, tokenizer, ["x" * 40, "y"], 8)
+    assert cut and not short and text == tokenizer.decode(list(model.generate([120] * 24, 8, stop=tokenizer.stops)))
+    rows = evaluate.print_decoding([("gpt2", model)], (16, 4096), new=4, repeats=1)
+    assert len(rows) == 2
 
 
 def test_answers_are_kept_and_taken_again(tmp_path, monkeypatch):
@@ -2065,6 +2235,8 @@ def test_answers_are_kept_and_taken_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         evaluate.answers(model, tokenizer, asked, tmp_path / "a.jsonl", chunk=6)
     monkeypatch.setattr(evaluate, "answer", lambda part, *more: calls.append(len(part)) or answer(part, *more))
+    with (tmp_path / "a.jsonl").open("a") as log:
+        log.write('{"key": "half a li')
     again = evaluate.answers(model, tokenizer, asked, tmp_path / "a.jsonl", chunk=6)
     assert calls == [6, 6, 6, 2]
     for a, b in zip(whole, again):
@@ -2076,17 +2248,17 @@ def test_metrics_by_hand():
     q = evaluate.choose("", ["ab", "abcdef"], 1)
     found = evaluate.metrics([q, q], [{"ll": [-2.0, -3.0]}, {"ll": [-9.0, -1.0]}])
     assert found == {"acc": [0.0, 1.0], "acc_norm": [1.0, 1.0]}
-    last = evaluate.Question([("a", " b")])
+    last = evaluate.Exact([("a", " b")])
     found = evaluate.metrics([last, last], [{"ll": [-1.0], "greedy": True}, {"ll": [-3.0], "greedy": False}])
     assert found["acc"] == [1.0, 0.0] and evaluate.summary(found["ppl"])[0] == pytest.approx(math.exp(2))
     assert evaluate.summary(found["ppl"])[1] == pytest.approx(math.exp(2) * 1.0)  # by the mean's error, 1
-    pages = [evaluate.Question(text="x", size=(2, 10)), evaluate.Question(text="y", size=(3, 20))]
+    pages = [evaluate.Page("x", 2, 10), evaluate.Page("y", 3, 20)]
     found = evaluate.metrics(pages, [{"ll": -5.0, "tokens": 4}, {"ll": -10.0, "tokens": 6}])
     assert evaluate.summary(found["word_ppl"])[0] == pytest.approx(math.exp(3))
     assert evaluate.summary(found["byte_ppl"])[0] == pytest.approx(math.exp(0.5))
     sums = {"so 3 #### 1,234.": "1234", "it is -7": "-7", "$1,000.50 in all": "1000.50", "none": None}
     assert {text: evaluate.number_in(text) for text in sums} == sums
-    solved = evaluate.Question(prompt="p", wanted="x\n#### 18")
+    solved = evaluate.Written("p", "x\n#### 18", 9)
     assert evaluate.metrics([solved] * 3, [{"text": "18"}, {"text": "a 17"}, {"text": "#### 18\nno 3"}])["acc"] == [
         1,
         0,
@@ -2111,18 +2283,27 @@ def test_comparisons_by_hand():
 
 
 def test_needles_fit_and_are_hidden():
-    tokenizer, text = surgery.bytes_tokenizer(), "One sentence. Another sentence! " * 50
+    tokenizer, text = surgery.bytes_tokenizer(), "One sentence. Another longer sentence! " * 50
     for level in (1, 2, 3):
-        asked = evaluate.needles(level, 700, tokenizer, text, 20)
-        assert asked == evaluate.needles(level, 700, tokenizer, text, 20)
-        depths = set()
+        asked = evaluate.needles(level, 900, tokenizer, text, 20)
+        assert asked == evaluate.needles(level, 900, tokenizer, text, 20)
+        depths, kind = set(), "uuid" if level == 3 else "number"
         for q in asked:
-            assert 600 < len(tokenizer.encode(q.prompt)) <= 700 and q.prompt.count(q.wanted) == 1
+            assert 700 < len(tokenizer.encode(q.prompt)) <= 900 - q.new and q.prompt.count(q.wanted) == 1
             key = re.search(r"for (\S+) is: " + q.wanted, q.prompt)[1]
-            assert q.prompt.endswith(f"for {key} mentioned in the provided text is")
+            start = (
+                f"A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you"
+            )
+            assert q.prompt.startswith(f"{start} about the {kind} afterwards.\n")
+            end = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text? The special magic"
+            assert q.prompt.endswith(f"{end} {kind} for {key} mentioned in the provided text is")
+            hidden = rf"One of the special magic {kind}s for {key} is: {q.wanted}\."
+            assert re.search(rf"([.!?][ \n]|\n){hidden}", q.prompt)
             assert re.fullmatch(r"[0-9a-f-]{36}" if level == 3 else r"\d{7}", q.wanted)
             depths.add(q.prompt.index(q.wanted) // 100)
         assert len(depths) > 3 and ("grass" in asked[0].prompt) == (level == 1)
+    with pytest.raises(surgery.BadInput, match="no words in it"):
+        evaluate.needles(2, 900, tokenizer, " ", 1)
 
 
 def test_decoding_is_measured(capsys):
@@ -2145,7 +2326,10 @@ def test_local_files_of_every_form(tmp_path):
     shown = "First?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer: A\n\n"
     assert letters.pairs[1] == (about + shown + "Which, then?\nA. 1\nB. a, b\nC. 3\nD. 4\nAnswer:", " B")
     cloze = evaluate.questions_of("mmlu", tmp_path)[0]
-    assert cloze.pairs[1] == ("Question: Which, then?\nAnswer:", " a, b") and cloze.answer == letters.answer == 1
+    about = "The following are questions (with answers) about odd things.\n\n"
+    assert (
+        cloze.pairs[1] == (about + "Question: Which, then?\nAnswer:", " a, b") and cloze.answer == letters.answer == 1
+    )
     (tmp_path / "bear").mkdir()
     (tmp_path / "bear/P1.jsonl").write_text('{"sub_label": "Bo", "answer_idx": 1}\n')
     about = {"P1": {"templates": ["[Y] has [X]."], "answer_space_labels": ["Ann", "Cy"]}}
@@ -2178,6 +2362,10 @@ HUB = {  # rows as the hub has them, and lm-eval's task
         {"activity_label": "Roof", "ctx_a": "A man [step] sits. [title] Up", "ctx_b": "he", "label": "1"}
         | {"endings": ["falls [x] down.", "is  there."]},
     ),
+    "openbookqa": (
+        "openbookqa",
+        {"question_stem": "It is", "choices": {"text": ["x", "y z"], "label": ["A", "B"]}, "answerKey": "B"},
+    ),
     "winogrande": (
         "winogrande",
         {"sentence": "Ann saw Bo as _ was tall.", "option1": "Ann", "option2": "Bo", "answer": "2"},
@@ -2199,11 +2387,12 @@ def test_oracle_prompts_are_those_of_lm_eval(tmp_path, monkeypatch, name):
     task.build_all_requests(rank=0, world_size=1)
     asked = evaluate.questions_of(name, None)[0]
     wanted = [tuple(instance.args) for instance in task.instances]
-    assert wanted == ([(asked.text,)] if asked.text else [tuple(pair) for pair in asked.pairs])
-    if asked.text:
+    page = isinstance(asked, evaluate.Page)
+    assert wanted == ([(asked.text,)] if page else [tuple(pair) for pair in asked.pairs])
+    if page:
         results = task.process_results(row, [-10.0])
-        assert asked.size == (results["word_perplexity"][1], results["byte_perplexity"][1])
-    elif asked.answer is not None:
+        assert (asked.words, asked.bytes) == (results["word_perplexity"][1], results["byte_perplexity"][1])
+    elif isinstance(asked, evaluate.Choice):
         values = [-float(i == asked.answer) for i in range(len(asked.pairs))]  # the others are likelier
         results = task.process_results(next(iter(task.eval_docs)), [(v, False) for v in values])
         found = evaluate.metrics([asked], [{"ll": values}])
@@ -2261,7 +2450,7 @@ def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name=None, **_: datasets.DatasetDict(data))
     model, tokenizer = tiny_teacher()
-    found = evaluate.with_lm_eval(model, tokenizer, ["piqa"], 0, "cpu")
+    found = evaluate.with_lm_eval(model, tokenizer, ["piqa"], 0, None, "cpu")
     ours = evaluate.metrics(
         *(lambda q: (q, evaluate.answers(model, tokenizer, q)))([evaluate.piqa(r, ()) for r in data["validation"]])
     )
@@ -2282,10 +2471,16 @@ def test_models_are_compared_in_one_table(teacher_folder, tmp_path, monkeypatch,
     told = capsys.readouterr().out
     assert "piqa acc (10)" in told and "niah_1@300 acc (10)" in told and "wikitext word_ppl (2)" in told
     saved = json.loads((tmp_path / "out" / "evaluation.json").read_text())["models"]
-    assert saved.keys() == {"gla", "delta", str(teacher_folder)} and saved["gla"]["tasks"]["piqa"]["acc"][2] == 10
-    for file in ("evaluation.md", "evaluation.png", "decoding.png"):
+    assert saved.keys() == {str(tmp_path / "gla"), str(tmp_path / "delta"), str(teacher_folder)}
+    saved = {Path(name).name: row for name, row in saved.items()}
+    assert saved["gla"]["tasks"]["piqa"]["acc"][2] == 10 and saved["gla"]["held"]["kl"][0] > 0
+    before = saved["gla"]["tasks"]
+    call(evaluate, monkeypatch, *words[:4], "--limit", "5", "--data-dir", tmp_path, "--out", tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "evaluation.json").read_text())["models"][str(tmp_path / "gla")]["tasks"]
+    assert saved["wikitext"]["word_ppl"] == before["wikitext"]["word_ppl"] and saved["piqa"]["limit"] == 5
+    for file in ("evaluation.md", "evaluation.png", "decoding.png", "decoding.json"):
         assert (tmp_path / "out" / file).stat().st_size > 100
-    assert len(list((tmp_path / "gla" / "answers").glob("*.answers"))) == 3
+    assert len(list((tmp_path / "gla" / "answers").rglob("*.answers"))) == 6
 
 
 def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
@@ -2298,7 +2493,7 @@ def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "lambada acc (3)" in printed and "piqa acc_norm (3)" in printed
     (tmp_path / "piqa.jsonl").write_text(json.dumps(piqa | {"gold": 2}))
-    with pytest.raises(surgery.BadInput, match="item 0 calls 2 right among 2"):
+    with pytest.raises(surgery.BadInput, match="2 is right among 2 choices"):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "piqa", "--data-dir", tmp_path)
     with pytest.raises(surgery.BadInput, match="did you mean 'piqa'"):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "pika")

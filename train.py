@@ -33,56 +33,24 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import distill
 import evaluate
-from distill import (
-    RECIPES,
-    SCHEDULES,
-    STAGES,
-    Stage,
-    calibrate,
-    check_stage,
-    rank_layers,
-    role,
-    set_lora,
-    trainable,
-    unmark,
-)
+import surgery
 from mixers import MIXERS
-from surgery import (
-    SIZES,
-    SMALL,
-    BadInput,
-    Parser,
-    bytes_tokenizer,
-    checkpoints,
-    cli,
-    dialogue,
-    find_checkpoint,
-    from_scratch,
-    linearize,
-    load,
-    load_teacher,
-    read_json,
-    reading,
-    report,
-    save,
-    stream,
-    teacher_tokenizer,
-)
+from surgery import BadInput, find_checkpoint, reading
 
 # ------------------------------------------------------------------ flags
 
 
 def parser():
     """Every flag. One that may differ when a run goes on is also named in `open_run`."""
-    p = Parser(description="Linearize a teacher and distil it.", allow_abbrev=False)
+    p = surgery.Parser(description="Linearize a teacher and distil it.", allow_abbrev=False)
     g = p.add_argument_group("model")
-    g.add_argument("--mixer", default="delta", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
-    g.add_argument("--size", default="140m", help=f"teacher by size: {', '.join([*SIZES, *SMALL])} (default 140m)")
+    g.add_argument("--mixer", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
+    sizes = ", ".join([*surgery.SIZES, *surgery.SMALL])
+    g.add_argument("--size", default="140m", help=f"teacher by size: {sizes} (default 140m)")
     g.add_argument("--teacher", help="folder, hub name, .gguf or run, instead of --size; none: pretrain from scratch")
-    g.add_argument(
-        "--family", default="llama", choices=["llama", "gpt2"], help="style of --teacher none (default llama)"
-    )
+    g.add_argument("--family", default="llama", choices=["llama", "gpt2"], help="of --teacher none (default llama)")
     g.add_argument("--tokenizer", help="of --teacher none: a teacher's, or bytes (default)")
     g.add_argument("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0: none)")
     g.add_argument("--keep", default="", help="layers left softmax: 0,8,16, or auto:K, the K that gain most (none)")
@@ -92,12 +60,13 @@ def parser():
     )
     g = p.add_argument_group("data")
     g.add_argument(
-        "--data",
-        help="text, jsonl, parquet, folder or hub name; rows of text or chats (default: docstrings of Python…)",
+        "--data", help="text, jsonl, parquet, folder, hub name[:config[:split]], or mqar:N (default: docstrings)"
     )
     g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
     g = p.add_argument_group("training")
-    g.add_argument("--recipe", choices=RECIPES, help="stages and rates (default: default; hybrid with --window)")
+    g.add_argument(
+        "--recipe", choices=distill.RECIPES, help="stages and rates (default: default; hybrid with --window)"
+    )
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
     g.add_argument(
         "--tokens-per-step", type=count, help="(default --context: steps count more; pretraining 16 of them)"
@@ -142,27 +111,33 @@ RANGES = {
 
 
 def read_flags():
-    """The flags, checked and completed (recipe, calibrate, teacher, out)."""
+    """The flags, checked and completed (mixer, recipe, calibrate, teacher, out)."""
     args = parser().parse_args()
+    if args.student:
+        take_student(args)
+    args.mixer = args.mixer or "delta"
     if args.mixer not in MIXERS:
         near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
-    if args.student:
-        take_student(args)
-    hybrid, scratch = args.window, args.teacher == "none"
-    if (args.size in SMALL) != scratch and (scratch or not args.teacher):
+    scratch = args.teacher == "none"
+    if (args.size in surgery.SMALL) != scratch and (scratch or not args.teacher):
         raise BadInput(
-            f"--size {args.size} --teacher {args.teacher}: {', '.join(SMALL)} go with --teacher none, which pretrains "
-            "them; give such a run as --teacher of the next one"
+            f"--size {args.size} --teacher {args.teacher}: {', '.join(surgery.SMALL)} go with --teacher none, which "
+            "pretrains them; give such a run as --teacher of the next one"
         )
-    alone = "recall" if args.size == "mqar" else "pretrain"
-    args.recipe = args.recipe or (alone if scratch else "hybrid" if hybrid else "default")
+    usual = "recall" if args.size == "mqar" else "pretrain" if scratch else "hybrid" if args.window else "default"
+    named = "" if args.recipe in (None, usual) else f"-{args.recipe}"
+    args.recipe = args.recipe or usual
     if scratch != (args.recipe in ("pretrain", "recall")):
         raise BadInput(
             f"--recipe {args.recipe} --teacher {args.teacher}: pretrain and recall, and they alone, have none"
         )
+    if scratch and (args.calibrate or args.keep or args.student):
+        raise BadInput(
+            "--teacher none: there is nothing to calibrate to, keep or go on from; leave out what asks for it"
+        )
     if args.calibrate is None:
-        args.calibrate = 0 if hybrid or scratch or args.student else 16
+        args.calibrate = 0 if args.window or scratch or args.student else 16
     args.tokens_per_step = args.tokens_per_step or args.context * (16 if scratch else 1)
     for name, (low, high) in RANGES.items():
         value = getattr(args, name)
@@ -171,9 +146,7 @@ def read_flags():
     if args.calibrate == 1:
         raise BadInput("--calibrate 1: wanted 0, or at least 2 (one window chooses among the fits to the others)")
     if args.window > args.context:
-        raise BadInput(
-            f"--window {args.window}: wanted at most --context {args.context}; a wider one would never slide"
-        )
+        raise BadInput(f"--window {args.window}: wanted at most --context {args.context}, else it would never slide")
     with reading(f"--device {args.device}", "try --device cpu"):
         if torch.device(args.device).type not in ("cpu", "cuda", "mps"):
             raise ValueError("not cpu, cuda or mps")
@@ -181,34 +154,34 @@ def read_flags():
     args.teacher = args.teacher or args.size
     if args.tokenizer and not scratch:
         raise BadInput(f"--tokenizer {args.tokenizer}: a teacher brings its own; leave it out")
-    window = f"-w{args.window}" if args.window else ""
     teacher = args.size if scratch else Path(args.teacher).name.removesuffix(".gguf").lower()
-    name = (
-        f"{Path(args.student).name}-{args.recipe}" if args.student else f"{args.mixer}-{teacher}{window}-s{args.seed}"
-    )
-    args.out = args.out or f"runs/{name}"
+    window = f"-w{args.window}" if args.window else ""
+    name = f"{args.mixer}-{teacher}{window}-s{args.seed}" if not args.student else Path(args.student).name
+    args.out = args.out or f"runs/{name}{named}"
     return args
 
 
 def take_student(args):
     """What --student says of its mixers and its teacher goes into the flags, which may not say otherwise."""
-    told, usual = read_json(Path(args.student) / "args.json"), parser().parse_args([])
+    told, usual = surgery.read_json(Path(args.student) / "args.json"), parser().parse_args([])
     for name in ("mixer", "window", "keep", "option"):
         if getattr(args, name) != getattr(usual, name):
             raise BadInput(
-                f"--student {args.student} --{name} {getattr(args, name)}: its own is kept; leave --{name} out"
+                f"--student {args.student} --{name} {getattr(args, name)}: its own stays; leave --{name} out"
             )
         setattr(args, name, told.get(name, getattr(usual, name)))
-    args.teacher = args.teacher or told.get("teacher")
-    args.recipe = args.recipe or "default"
+    if told.get("teacher") == "none":
+        raise BadInput(f"--student {args.student}: it was pretrained, not distilled; give it as --teacher")
+    args.teacher, args.recipe = args.teacher or told.get("teacher"), args.recipe or "default"
 
 
 def options_of(args):
-    """--keep and --option as `linearize` takes them; --keep auto:K is for later."""
+    """-> (--keep, --option as `linearize` takes them; how many layers --keep auto:K is to choose, else 0)."""
+    auto, listed = args.keep.startswith("auto:"), args.keep.removeprefix("auto:")
     try:
-        keep = tuple(int(i) for i in args.keep.split(",") if i and not args.keep.startswith("auto:"))
+        numbers = [int(i) for i in listed.split(",") if i]
         options = {name: value_of(text) for name, text in (pair.split("=", 1) for pair in args.option)}
-        if args.keep.startswith("auto:") and int(args.keep[5:]) < 1:
+        if auto and (len(numbers) != 1 or numbers[0] < 1):
             raise ValueError
     except ValueError:
         raise BadInput(
@@ -216,7 +189,7 @@ def options_of(args):
         ) from None
     for name in options.keys() & {"teacher", "mixer", "window", "keep"}:
         raise BadInput(f"--option {name}={options[name]}: this has a flag of its own, --{name}")
-    return {"keep": keep} | options
+    return {"keep": () if auto else tuple(numbers)} | options, numbers[0] if auto else 0
 
 
 def value_of(text):
@@ -253,7 +226,10 @@ def ids_of(document, tokenizer, source):
     ids, said = [], ""
     for i, message in enumerate(document):
         if message.get("role") == "assistant":
-            before, after = dialogue(tokenizer, document[:i]), dialogue(tokenizer, document[: i + 1], reply=False)
+            before, after = (
+                surgery.dialogue(tokenizer, document[:i]),
+                surgery.dialogue(tokenizer, document[: i + 1], reply=False),
+            )
             if not (before.startswith(said) and after.startswith(before)):
                 raise BadInput(f"--data {source}: the chat template changes earlier turns, so answers cannot be marked")
             ids += [~t for t in tokenizer.encode(before[len(said) :], special=True)]
@@ -308,7 +284,8 @@ def checksum(windows):
 def rows_at(windows, first, n, seed, length=None):
     """Sequences first … first + n − 1 of a run: rows of a permutation that only seed and epoch decide.
 
-    length: windows are joined, in the order of the text, to sequences so long.
+    length: windows are joined, in the order of the text and over the gaps of held-out ones, to sequences so long, which
+    have an order of their own.
     """
     if length:
         windows = windows.flatten()[: windows.numel() // length * length].view(-1, length)
@@ -325,7 +302,7 @@ def rows_at(windows, first, n, seed, length=None):
 class Leg(typing.NamedTuple):
     """A stage on its way: steps start … stop − 1 of `sequences` × `length` tokens; row: how many came before."""
 
-    stage: Stage
+    stage: distill.Stage
     start: int
     stop: int
     sequences: int
@@ -345,15 +322,12 @@ def plan(args, recipe):
     return legs
 
 
-LOCAL = ("matrix", "weights", "attention", "hidden")  # stages whose graphs are as deep as one layer
-
-
 def flops_per_token(model, stage):
     """Multiplications and additions of one token's step: 2 per weight forward, 4 backward, the teacher's forward."""
     head = model.config.vocab * model.config.width
     blocks = sum(p.numel() for p in model.blocks.parameters())
     mixers = sum(p.numel() for block in model.blocks for p in block.mixer.parameters())
-    if stage.loss in LOCAL:
+    if stage.loss in distill.LOCAL:
         return 8 * blocks if stage.loss == "hidden" else 2 * blocks + 6 * mixers
     return (8 if stage.loss == "logits" else 6) * (blocks + head)
 
@@ -387,14 +361,15 @@ def saved_bytes(block, args, dtype, tokens=256):
 def memory(student, leg, args, dtype):
     """Bytes to expect at a leg's peak: weights, the teacher's, gradients and moments, activations, the vocabulary."""
     size, config = sum(p.numel() for p in student.parameters()), student.config
-    set_lora(student, leg.stage.lora)
-    trained = sum(dict(student.named_parameters())[n].numel() for n in trainable(student, leg.stage.trains))
-    set_lora(student, 0)
+    distill.set_lora(student, leg.stage.lora)
+    distill.trainable(student, leg.stage.trains)
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    distill.set_lora(student, 0)
     at_once = leg.length * min(args.micro_batch or leg.sequences, leg.sequences)
-    deep = 1 if leg.stage.loss in LOCAL or args.recompute else config.layers
+    deep = 1 if leg.stage.loss in distill.LOCAL or args.recompute else config.layers
     kept = 8 * config.width * config.layers if args.recompute else 0
     activations = at_once * (kept + deep * saved_bytes(student.blocks[-1], args, dtype))
-    vocabulary = 0 if leg.stage.loss in LOCAL else 16 * min(at_once, 512) * config.vocab
+    vocabulary = 0 if leg.stage.loss in distill.LOCAL else 16 * min(at_once, 512) * config.vocab
     return (4 + dtype.itemsize) * size + 12 * trained + activations + vocabulary + 2**30
 
 
@@ -412,19 +387,27 @@ def announce(args, student, legs, rate, dtype, windows):
     state, here = sum(block.mixer.state_size(args.context) for block in student.blocks), math.inf
     if torch.device(args.device).type == "cpu" and hasattr(os, "sysconf"):
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    longest = max(args.calibrate * args.context, *(leg.length for leg in legs))
-    if most > here or longest > windows.numel():
+    longest, places = max(leg.length for leg in legs), student.config.context if student.config.learned else math.inf
+    if most > here:
         raise BadInput(
-            f"--micro-batch {args.micro_batch} --context {args.context} --calibrate {args.calibrate}: too much for "
-            f"{here:.0f} GiB (about {most:.0f} needed) or for {windows.numel():,} tokens of text; take less"
+            f"about {most:.0f} GiB needed, {here:.0f} are here; --micro-batch 1, --recompute or less --context"
+        )
+    if max(longest, args.calibrate * args.context) > windows.numel():
+        raise BadInput(
+            f"--data {args.data}: {windows.numel():,} tokens are too few for --calibrate or a longer context"
+        )
+    if longest > places:
+        raise BadInput(
+            f"--recipe {args.recipe}: {longest} tokens, this model has learned {places} positions; less --context"
         )
     print(f"state {state:,} floats; about {total / rate / 60 + 1:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
 
 
-def rate_at(stage, done, cuts):
-    """Learning rate after the share `done` of a stage, cut `cuts` times: warm-up, then as the stage's schedule says."""
-    shape = stage.floor + (1 - stage.floor) * SCHEDULES[stage.schedule](done, cuts)
-    return stage.lr * shape * (min(1.0, (done + 1e-3) / stage.warmup) if stage.warmup else 1.0)
+def rate_at(leg, step, cuts):
+    """Learning rate of a step, after `cuts` cuts of a plateau: warm-up, then as the stage's schedule says."""
+    stage, done, steps = leg.stage, step - leg.start, leg.stop - leg.start
+    shape = stage.floor + (1 - stage.floor) * distill.SCHEDULES[stage.schedule](done / steps, cuts)
+    return stage.lr * shape * min(1.0, (done + 1) / max(1, round(stage.warmup * steps)))
 
 
 def cuts_in(values, patience=2):
@@ -440,9 +423,9 @@ def cuts_in(values, patience=2):
 def optimizer_for(student, stage):
     """AdamW over exactly what the stage trains; weights of linear layers and the embedding decay, nothing else does."""
     groups, params = {}, dict(student.named_parameters())
-    for name in trainable(student, stage.trains):
+    for name in distill.trainable(student, stage.trains):
         decay = 0.1 if name.endswith(".weight") and params[name].dim() == 2 else 0.0
-        groups.setdefault((stage.rates.get(role(name), 1.0), decay), []).append(params[name])
+        groups.setdefault((stage.rates.get(distill.role(name), 1.0), decay), []).append(params[name])
     held = {id(p) for ps in groups.values() for p in ps}
     assert held == {id(p) for p in student.parameters() if p.requires_grad}
     rows = [{"params": ps, "rate": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
@@ -464,7 +447,7 @@ def checkpoint(folder, step, student, tokenizer, optimizer):
         )
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        save(student, tokenizer, temporary)
+        surgery.save(student, tokenizer, temporary)
         names = {id(p): name for name, p in student.named_parameters()}
         moments = {f"{names[id(p)]}|{k}": v for p, state in optimizer.state.items() for k, v in state.items()}
         save_file(moments | {"rng": torch.get_rng_state()}, temporary / "optimizer.safetensors")
@@ -478,7 +461,7 @@ def checkpoint(folder, step, student, tokenizer, optimizer):
     except Exception as error:  # safetensors has its own error for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise BadInput(f"saving step {step} in {folder} failed ({error}); {where}; make room and --resume") from None
-    for old in checkpoints(folder)[:-2]:
+    for old in surgery.checkpoints(folder)[:-2]:
         shutil.rmtree(old)
 
 
@@ -493,6 +476,8 @@ def restore(folder, optimizer, student):
         torch.set_rng_state(saved.pop("rng"))
         params = {id(p): name for name, p in student.named_parameters()}
         for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if f"{params[id(p)]}|step" not in saved:
+                continue  # it has had no gradient yet
             for field in ("step", "exp_avg", "exp_avg_sq"):
                 value = saved.pop(f"{params[id(p)]}|{field}")
                 optimizer.state[p][field] = value if field == "step" else value.to(p.device).view_as(p)
@@ -505,12 +490,12 @@ def open_run(args):
     folder, kept = Path(args.out), ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run")
     mine = {k: v for k, v in vars(args).items() if k not in kept}
     if not args.resume:
-        if folder.exists():
+        if folder.exists() and not args.dry_run:
             raise BadInput(f"--out {folder} exists; add --resume to continue it, or give another --out")
         return folder, {}
     if not (folder / "args.json").exists():
         raise BadInput(f"--resume: no run in {folder}; leave out --resume to start one")
-    theirs = read_json(folder / "args.json")
+    theirs = surgery.read_json(folder / "args.json")
     if type(theirs.get("tokens")) is not int:
         raise BadInput(f"--resume: {folder}/args.json does not say how many tokens; start the run again")
     for key, value in mine.items():
@@ -561,6 +546,9 @@ class Run:
     legs: list
     dtype: torch.dtype
 
+    def autocast(self):
+        return evaluate.autocast(self.args.device, self.dtype)
+
 
 def train(run, first):
     """Every leg from step `first` on: cheap validation -> save -> stop -> step -> log."""
@@ -575,16 +563,19 @@ def train(run, first):
             if optimizer is None or step == leg.start:
                 optimizer = enter(run, stage, resumed=optimizer is None and step != leg.start)
                 bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
-            if step % args.save_every == 0 or step == end:
-                found.append({"step": step} | validate(run))
+            tenth = max((leg.stop - leg.start) // 10, 1) if stage.schedule == "plateau" else end
+            if step % args.save_every == 0 or step == end or (step - leg.start) % tenth == 0:
+                found.append({"step": step} | validate(run, stage))
                 log.write(json.dumps(found[-1]) + "\n")
                 bar.write(f"step {step}: held-out {found[-1]['heldout'].upper()} {found[-1]['value']:.3f}")
-                if step > first:
+                if step > first and (step % args.save_every == 0 or step == end):
                     checkpoint(run.folder, step, student, run.tokenizer, optimizer)
             if step == end:
                 break
-            cuts = cuts_in([row["value"] for row in found if row["step"] > leg.start])
-            lr = rate_at(stage, (step - leg.start) / (leg.stop - leg.start), cuts)
+            cuts = cuts_in(
+                [r["value"] for r in found if r["step"] >= leg.start and (r["step"] - leg.start) % tenth == 0]
+            )
+            lr = rate_at(leg, step, cuts)
             row = leg.row + (step - leg.start) * leg.sequences
             tokens = rows_at(run.windows, row, leg.sequences, args.seed, leg.length).to(args.device)
             losses = one_step(run, tokens, stage, optimizer, lr)
@@ -601,11 +592,13 @@ def train(run, first):
                 )
             bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
             bar.update()
+    distill.set_lora(student, 0)
 
 
 def enter(run, stage, resumed):
-    """The optimizer of a stage, LoRA added or merged as it says; resumed: in the middle of it, as last saved."""
-    set_lora(run.student, stage.lora)
+    """The optimizer of a stage, LoRA merged and added as it says; resumed: in the middle of it, as last saved."""
+    distill.set_lora(run.student, 0)
+    distill.set_lora(run.student, stage.lora)
     optimizer = optimizer_for(run.student, stage)
     if resumed:
         restore(find_checkpoint(run.folder), optimizer, run.student)
@@ -613,12 +606,16 @@ def enter(run, stage, resumed):
 
 
 @torch.no_grad()
-def validate(run, sequences=4):
-    """-> {"heldout": "kl" (to the teacher) | "ce" (there is none), "value": nats a token} on a few held-out windows."""
-    tokens, learn = unmark(run.held[:sequences].to(run.args.device))
-    name, stage, more = ("kl", "logits", {}) if run.teacher else ("ce", "logits", {"kl": 0, "ce": 1, "learn": learn})
-    with evaluate.autocast(run.args.device, run.dtype):
-        found = STAGES[stage](run.student, run.teacher, tokens, **more)
+def validate(run, stage, sequences=4):
+    """On a few held-out windows -> {"heldout": "kl" to the teacher, or "ce", "value": nats a token}.
+
+    "ce", of what is to be learned, where there is no teacher and where a stage learns answers.
+    """
+    tokens, learn = distill.unmark(run.held[:sequences].to(run.args.device))
+    name = "kl" if run.teacher and stage.loss != "sft" else "ce"
+    with run.autocast():
+        options = {"kl": 1.0} if name == "kl" else {"kl": 0.0, "ce": 1.0, "learn": learn}
+        found = distill.logits(run.student, run.teacher, tokens, **options)
     return {"heldout": name, "value": float(found[name])}
 
 
@@ -641,20 +638,14 @@ def one_step(run, tokens, stage, optimizer, lr):
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]
     optimizer.zero_grad()
-    (tokens, learn), losses = unmark(tokens), {}
-    counts = (learn[:, 1:] if stage.loss == "sft" else tokens[:, :1] >= 0).sum(1).double()  # what a sequence weighs
+    (tokens, learn), losses = distill.unmark(tokens), {}
+    counts = learn[:, 1:].sum(1).double() if stage.loss == "sft" else torch.ones(len(tokens))  # what a sequence weighs
     for rows in torch.arange(len(tokens)).split(run.args.micro_batch or len(tokens)):
         part = (counts[rows].sum() / counts.sum().clamp(min=1)).item()
-        more = {"learn": learn[rows]} if stage.loss == "sft" else {}
-        with evaluate.autocast(run.args.device, run.dtype):
-            found = STAGES[stage.loss](
-                run.student,
-                run.teacher,
-                tokens[rows],
-                lambda loss: (loss * part).backward(),  # noqa: B023
-                **stage.options,
-                **more,
-            )
+        options = stage.options | ({"learn": learn[rows]} if stage.loss == "sft" else {})
+        backward = lambda loss, part=part: (loss * part).backward()
+        with run.autocast():
+            found = distill.STAGES[stage.loss](run.student, run.teacher, tokens[rows], backward, **options)
         losses = {name: losses.get(name, 0.0) + part * float(value) for name, value in found.items()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     losses["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
@@ -668,29 +659,22 @@ def one_step(run, tokens, stage, optimizer, lr):
 
 def picture(folder):
     """metrics.jsonl -> loss.png: the loss of each stage, and the held-out KL."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = rows_of(folder / "metrics.jsonl")
-    fig, ax = plt.subplots(figsize=(8, 4.5))
-    for name in dict.fromkeys(r["stage"] for r in rows if "stage" in r):
-        points = [(r["step"], r["loss"]) for r in rows if r.get("stage") == name]
-        ax.plot(*zip(*points), linewidth=1, alpha=0.7, label=f"{name} loss")
-    held = [r for r in rows if "heldout" in r]
-    words = {"kl": "held-out KL to the teacher (nats)", "ce": "held-out CE (nats)"}[held[0]["heldout"]]
-    ax.plot([r["step"] for r in held], [r["value"] for r in held], "ko-", markersize=3, label=words)
-    ax.set(xlabel="step", ylabel="loss", yscale="log", title=folder.name)
-    ax.legend()
-    fig.savefig(folder / "loss.png", dpi=120, bbox_inches="tight")
-    plt.close(fig)
+    with evaluate.figure(folder / "loss.png", figsize=(8, 4.5)) as (_, ax):
+        for name in dict.fromkeys(r["stage"] for r in rows if "stage" in r):
+            points = [(r["step"], r["loss"]) for r in rows if r.get("stage") == name]
+            ax.plot(*zip(*points), linewidth=1, alpha=0.7, label=f"{name} loss")
+        for name, words in {"kl": "held-out KL to the teacher (nats)", "ce": "held-out CE (nats)"}.items():
+            if points := [(r["step"], r["value"]) for r in rows if r.get("heldout") == name]:
+                ax.plot(*zip(*points), "ko-", markersize=3, label=words)
+        ax.set(xlabel="step", ylabel="loss", yscale="log", title=folder.name)
+        ax.legend()
 
 
 def finish(run, minutes):
     """The scoreboard, saved; the figure, a sample of both, and how to go on."""
     args, folder = run.args, run.folder
-    with evaluate.autocast(args.device, run.dtype):
+    with run.autocast():
         scores = evaluate.heldout(run.student, run.teacher, run.held.to(args.device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     facts = {"minutes": round(minutes, 1), "peak_gb": round(peak, 2), "tokens": args.tokens, "seed": args.seed}
@@ -700,9 +684,9 @@ def finish(run, minutes):
     for name, model in (("teacher", run.teacher), ("student", run.student)):
         if model:
             print(f"\n{name}: ", end="")
-            with evaluate.autocast(args.device, run.dtype):
+            with run.autocast():
                 prompt = "The history of science shows that"
-                stream(model, run.tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
+                surgery.stream(model, run.tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
     print(f"\n{minutes:.1f} minutes, peak memory {peak:.1f} GiB. Student, loss.png and scores.json are in {folder}")
     more = "" if run.teacher else f"; its student: python train.py --teacher {folder}"
     print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500{more}")
@@ -710,29 +694,32 @@ def finish(run, minutes):
 
 def models(args):
     """-> (teacher or None, tokenizer, student)."""
+    options, auto = options_of(args)
     if args.teacher == "none":
         named = args.tokenizer not in (None, "bytes")
-        tokenizer = teacher_tokenizer(args.tokenizer) if named else bytes_tokenizer(512 * (args.size == "mqar"))
-        given = options_of(args) | ({"window": args.window} if args.window else {})
-        if given.pop("keep"):
-            raise BadInput(f"--keep {args.keep}: a model from scratch has the same mixer in every layer")
+        usual = surgery.bytes_tokenizer(512 if args.size == "mqar" else 0)
+        tokenizer = surgery.teacher_tokenizer(args.tokenizer) if named else usual
+        options = {k: v for k, v in options.items() if k != "keep"} | ({"window": args.window} if args.window else {})
         torch.manual_seed(args.seed)
         with reading(f"--mixer {args.mixer} --option {args.option}", "see README's table of options"):
-            student = from_scratch(args.size, args.family, tokenizer, args.mixer, args.context, **given)
+            student = surgery.from_scratch(args.size, args.family, tokenizer, args.mixer, args.context, **options)
         return None, tokenizer, student.to(args.device)
-    teacher, tokenizer = load_teacher(args.teacher, device=args.device)
-    if set(teacher.config.mixers) != {"softmax"}:
-        raise BadInput(f"--teacher {args.teacher}: no softmax model but {teacher.config.mixers[0]}; give a teacher")
-    if args.context > teacher.config.context:
-        raise BadInput(f"--context {args.context}: this teacher was trained on at most {teacher.config.context}")
+    teacher, tokenizer = surgery.load_teacher(args.teacher, device=args.device)
+    shape = teacher.config
+    if set(shape.mixers) != {"softmax"}:
+        raise BadInput(f"--teacher {args.teacher}: no softmax model but {shape.mixers[0]}; give a teacher")
+    if args.context > shape.context:
+        raise BadInput(f"--context {args.context}: this teacher was trained on at most {shape.context}")
+    if auto >= shape.layers:
+        raise BadInput(f"--keep {args.keep}: wanted fewer than this teacher's {shape.layers} layers")
     if args.student:
-        student, _ = load(args.student, device=args.device)
-        if student.config.vocab != teacher.config.vocab:
+        student, _ = surgery.load(args.student, device=args.device)
+        if any(getattr(student.config, name) != getattr(shape, name) for name in ("vocab", "width", "layers")):
             raise BadInput(f"--student {args.student}: not of --teacher {args.teacher}; leave --teacher out")
         student.origin, student.left_out = {name: "copied" for name, _ in student.named_parameters()}, []
         return teacher, tokenizer, student
     torch.manual_seed(args.seed)
-    return teacher, tokenizer, linearize(teacher, args.mixer, window=args.window, **options_of(args)).to(args.device)
+    return teacher, tokenizer, surgery.linearize(teacher, args.mixer, window=args.window, **options).to(args.device)
 
 
 def main():
@@ -756,8 +743,10 @@ def main():
     if begun and begun.get("text") != checksum(windows):
         raise BadInput(f"--resume: the text of --data {args.data} has changed since {folder} began; start a new run")
     if args.recipe in ("sft", "recall") and windows.min() >= 0:
-        raise BadInput(f"--recipe sft --data {args.data}: no chats in it; give jsonl or parquet rows with 'messages'")
-    report(student)
+        raise BadInput(
+            f"--recipe {args.recipe} --data {args.data}: no chats in it; give rows with 'messages' (or mqar:8)"
+        )
+    surgery.report(student)
     legs = plan(args, recipe)
     announce(args, student, legs, rate, dtype, windows)
     if args.dry_run:
@@ -766,11 +755,11 @@ def main():
     if teacher:
         teacher = copy.deepcopy(teacher).to(dtype).requires_grad_(False)
     if newest:
-        student = load(newest, device=args.device)[0]
+        student = surgery.load(newest, device=args.device)[0]
     elif not begun:
         record(folder, args, source, windows, held)
     if not newest:
-        student = start(args, student, teacher, original, windows, dtype)
+        start(args, student, teacher, original, windows, dtype)
     del original
     first = int(newest.name.split("-")[1]) if newest else 0
     if first == legs[-1].stop and (folder / "scores.json").exists():
@@ -786,36 +775,34 @@ def recipe_of(args, student):
     """The stages of --recipe with --lr and --rates in them; BadInput if this student cannot go through one."""
     recipe = [
         dataclasses.replace(stage, lr=args.lr or stage.lr, rates=rates_of(args) or stage.rates)
-        for stage in RECIPES[args.recipe]
+        for stage in distill.RECIPES[args.recipe]
     ]
     for stage in recipe:
         try:
-            check_stage(stage, student)
+            distill.check_stage(stage, student)
         except ValueError as error:
             raise BadInput(f"--recipe {args.recipe} --mixer {args.mixer}: {error}") from None
     return recipe
 
 
 def start(args, student, teacher, original, windows, dtype):
-    """Calibrate, and choose the layers of --keep auto:K -> the student that step 0 sees."""
+    """Calibrate, and choose the layers of --keep auto:K: the student that step 0 sees."""
+    rows = lambda first, n: distill.unmark(rows_at(windows, first, n, args.seed).to(args.device))[0]
     with evaluate.autocast(args.device, dtype):
         if args.calibrate:
-            tokens = unmark(rows_at(windows, 0, args.calibrate, args.seed).to(args.device))[0]
-            told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in calibrate(student, teacher, tokens).items())
+            found = distill.calibrate(student, teacher, rows(0, args.calibrate))
+            told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in found.items())
             print(
                 f"calibrated W_o on {args.calibrate - 1} windows; KL on one more by ridge: {told}; the least is taken"
             )
-        if not args.keep.startswith("auto:"):
-            return student
-        ranks = rank_layers(student, teacher, unmark(rows_at(windows, args.calibrate, 2, args.seed).to(args.device))[0])
-    print("KL with one layer softmax again: " + ", ".join(f"{i}: {kl:.3f}" for kl, i in ranks))
-    best = sorted(i for _, i in ranks[: int(args.keep[5:])])
-    print(f"--keep {args.keep} keeps {','.join(map(str, best))}")
-    chosen = linearize(original, args.mixer, window=args.window, **options_of(args) | {"keep": best})
-    for i, block in enumerate(chosen.blocks):
-        block.mixer = block.mixer if i in best else student.blocks[i].mixer
-    return chosen
+        auto = 0 if args.student else options_of(args)[1]
+        ranks = distill.rank_layers(student, teacher, rows(args.calibrate, 2)) if auto else []
+    for _, i in ranks[:auto]:
+        student.blocks[i].mixer, student.config.mixers[i] = copy.deepcopy(original.blocks[i].mixer), "softmax"
+    if auto:
+        print("KL with one layer softmax again: " + ", ".join(f"{i}: {kl:.3f}" for kl, i in ranks))
+        print(f"--keep {args.keep} keeps {','.join(str(i) for i in sorted(i for _, i in ranks[:auto]))}")
 
 
 if __name__ == "__main__":
-    cli(main)
+    surgery.cli(main)
