@@ -9,6 +9,7 @@ Read `recurrent` first. This file knows nothing of models: tensors go in, tensor
 """
 
 import functools
+import inspect
 import math
 import os
 import sys
@@ -45,14 +46,16 @@ def check(q, k, v, log_decay, beta, erase, S):
 # ------------------------------------------------------------------ by matmuls
 
 
-def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=64, loops=None):
+def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=None, loops=None):
     """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` rows.
 
-    A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S. A
-    triangular solve gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464), and
-    the loop over chunks, `Carry`, carries S alone. A ragged last chunk is padded: a zero key writes nothing, a zero
-    log_decay keeps all.
+    None: 64, or 32 for delta writes, the fastest on two cores. A delta write depends on the writes before it in its
+    chunk and, linearly, on S before the chunk: write = u − w S. A triangular solve gives u and w of all chunks at once
+    (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464), and the loop over chunks, `Carry`, carries S alone. A
+    ragged last chunk is padded: a zero key writes nothing, a zero log_decay keeps all.
     """
+    if chunk is None:
+        chunk = 64 if beta is None or erase is not None else 32
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk: wanted a power of two (`scores` halves it), got {chunk}")
     dtype, S = check(q, k, v, log_decay, beta, erase, S)
@@ -505,7 +508,7 @@ def transformers_form():
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
     except ImportError:
         return None
-    return torch_chunk_gated_delta_rule
+    return inspect.unwrap(torch_chunk_gated_delta_rule)  # without what it prefers where it is installed
 
 
 def main():
