@@ -235,7 +235,7 @@ TRAINS = {  # which parameters, by name; those of layers kept softmax train unde
 
 
 def role(name):
-    """ "mixer" (q, k, v, o and their norms, the teacher's), "new" (what a mixer has beside them), or "trunk"."""
+    """Of a parameter: "mixer" (q, k, v, o and their norms, the teacher's), "new" (the rest of a mixer) or "trunk"."""
     if ".mixer." not in name:
         return "trunk"
     part = name.split(".mixer.")[1].split(".")[0]
@@ -253,9 +253,8 @@ RECIPES = {  # rates are the papers' unless a comment says otherwise; they were 
         Stage("hidden", 0.053, 2e-3, trains="blocks"),
         Stage("logits", 0.92, 3e-4),
     ],
-    "supra": [
-        Stage("ce", 1.0, 3e-4, "cosine", floor=1 / 30)
-    ],  # 2405.06640: 1B models; 3e-5 to 1e-5 for 7B; 10B to 100B
+    # 2405.06640, 1B models and 10B to 100B tokens; for 7B it goes from 3e-5 to 1e-5
+    "supra": [Stage("ce", 1.0, 3e-4, "cosine", floor=1 / 30)],
     "t2r": [Stage("ce", 1.0, 2.5e-4, "linear")],  # 2103.13076: swap, then finetune
     "hedgehog": [  # 2402.04347: the maps learn the weights, then all finetunes
         Stage("weights", 0.3, 1e-2, "plateau", trains="new"),
