@@ -342,7 +342,7 @@ def rank_layers(student, teacher, tokens):
 def calibrate(student, teacher, tokens, *, ridges=(0.03, 0.1, 0.3, 1.0, 3.0)):
     """Before any step, from one batch, tokens (B ≥ 2, T): heads remember as far as the teacher's look, then W_o fits.
 
-    Each head's scale is fitted to the teacher's head. The attention stage is least squares in W_o, so its optimum has a
+    Each head's level is fitted to the teacher's head. The attention stage is least squares in W_o, so its optimum has a
     formula: W = (YᵀO + λW₀)(OᵀO + λI)⁻¹, O what W_o reads, Y the attention output, both from the teacher's hidden
     states, W₀ the teacher's W_o, λ = ridge · mean diagonal of OᵀO. The layers' errors add up, so the nearest layers
     need not make the nearest model: the last sequence, which nothing is fitted to, chooses among the ridges and W₀.
@@ -353,7 +353,7 @@ def calibrate(student, teacher, tokens, *, ridges=(0.03, 0.1, 0.3, 1.0, 3.0)):
         if ours.mixer.decay == "softmax":
             continue
         ours.mixer.remember(reach(theirs.mixer, x[:4]))
-        O = fit_scale(ours.mixer, before_projection(theirs.mixer, x), x)
+        O = fit_level(ours.mixer, before_projection(theirs.mixer, x), x)
         by_sequence = y.double().square().sum((1, 2)).rsqrt().cpu().repeat_interleave(x.size(1))[:, None]
         O, Y = O * by_sequence, y.cpu().double().flatten(0, 1) * by_sequence  # as the stage weighs them
         fits[ours.mixer.o.weight] = O.T @ O, O.T @ Y, ours.mixer.o.weight.clone()
@@ -373,22 +373,23 @@ def calibrate(student, teacher, tokens, *, ridges=(0.03, 0.1, 0.3, 1.0, 3.0)):
     return found
 
 
-def fit_scale(mixer, wanted, x):
-    """Set each head's scale so that what W_o reads is nearest to wanted, (B T, H V); -> what it reads then.
+def fit_level(mixer, wanted, x):
+    """Set each head's level so that what W_o reads is nearest to wanted, (B T, H V); -> what it reads then.
 
-    A window's part, which the scale does not touch, is subtracted first; one denominator for both has no such part.
+    A window's part, which the level does not touch, is subtracted first; one denominator for both has no such part.
     """
     if mixer.blend == "shared":
         return before_projection(mixer, x)
     parts = []
-    for scale in (0.0, 1.0):
-        mixer.scale.fill_(scale)
+    mixer.scale.fill_(1)
+    for level in (0.0, 1.0):
+        mixer.level.fill_(level)
         parts.append(before_projection(mixer, x).unflatten(-1, (mixer.heads, -1)))
     rest, recalled = parts[0], parts[1] - parts[0]
     wanted = F.pad(wanted.unflatten(-1, (mixer.heads, -1)), (0, rest.size(-1) - wanted.size(-1) // mixer.heads))
-    scale = (recalled * (wanted - rest)).sum((0, 2)) / recalled.square().sum((0, 2)).clamp(min=1e-30)
-    mixer.scale.copy_(scale[:, None])
-    return (rest + scale[:, None] * recalled).flatten(1)
+    level = (recalled * (wanted - rest)).sum((0, 2)) / recalled.square().sum((0, 2)).clamp(min=1e-30)
+    mixer.level.copy_(level[:, None])
+    return (rest + level[:, None] * recalled).flatten(1)
 
 
 def before_projection(mixer, x):

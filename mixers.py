@@ -415,7 +415,8 @@ class Mixer(Heads):
             self.K = self.phi["k"](torch.zeros(1, 1, H, K), torch.zeros(1, 1)).size(-1)
         if self.gate != "none":
             self.gate_proj = PerHead(self, V, start=GATES[self.gate][1])
-        self.scale = nn.Parameter(torch.full((H, 1), 0.1 if self.window else 1.0))  # beside an exact window: small
+        self.scale = nn.Parameter(torch.ones(H, 1))  # of what a head recalls, times a level that `calibrate` sets: at a
+        self.register_buffer("level", torch.full((H, 1), 0.1 if self.window else 1.0))  # level of 1e-4 Adam would leap
         self.parts()
 
     def checked(self, options):
@@ -526,14 +527,14 @@ class Mixer(Heads):
         if self.window:
             seen = F.pad(seen, (0, o.size(-1) - seen.size(-1)))  # nothing in the values that are wider than the head
         if self.blend == "shared":
-            scale = self.scale.abs()
+            scale = (self.level * self.scale).abs()
             o = (seen + scale * o) / (weight + scale * total)
         elif self.denominator:
             o = o / total.abs().clamp(min=1.0 if self.signed else 1e-6)
         o = dress((o if now is None else o + now * v).to(v.dtype))
         if self.blend == "shared":
             return o
-        o = o * self.scale.to(v.dtype)
+        o = o * (self.level * self.scale).to(v.dtype)
         return o + (seen / weight).to(v.dtype) if self.window else o
 
     def matrix(self, x):
@@ -634,7 +635,7 @@ class Linear(Mixer):
     defaults = dict(feature="hadamard")
 
     def parts(self):
-        self.scale.data.fill_(1 / 64)  # a sum of some hundred tokens starts of order 1
+        self.level.fill_(1 / 64)  # a sum of some hundred tokens starts of order 1
 
 
 @register

@@ -580,7 +580,7 @@ def test_a_shared_denominator_gives_each_token_to_one_half(name, T):
     position, (q, k, v), c = mixer.streams(x, mixers.Past())
     q, k = (mixer.rotary(z, position) for z in (q, k))
     exact = torch.einsum("bihk,bjhk->bhij", q, k) * 8**-0.5
-    features = torch.einsum("bihk,bjhk->bhij", c["q"], c["k"]) * mixer.scale.abs()[:, :, None]
+    features = torch.einsum("bihk,bjhk->bhij", c["q"], c["k"]) * (mixer.level * mixer.scale).abs()[:, :, None]
     i, j = torch.arange(T)[:, None], torch.arange(T)
     near = (j <= i) & ((i - j < 4) | (j < 2))
     exact = exact.masked_fill(~near, -torch.inf)
@@ -1738,8 +1738,8 @@ def test_calibration_finds_the_scale_of_a_head():
     mixer, x = surgery.linearize(teacher, "gla").blocks[0].mixer, torch.randn(2, 30, 24)
     with torch.no_grad():
         target = distill.before_projection(mixer, x).unflatten(-1, (6, -1)) * torch.arange(1, 7)[:, None]
-        read = distill.fit_scale(mixer, target.flatten(1), x)
-    torch.testing.assert_close(mixer.scale[:, 0], torch.arange(1.0, 7.0), rtol=1e-4, atol=1e-4)
+        read = distill.fit_level(mixer, target.flatten(1), x)
+    torch.testing.assert_close(mixer.level[:, 0], torch.arange(1.0, 7.0), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(read, target.flatten(1), rtol=1e-4, atol=1e-5)
 
 
