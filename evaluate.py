@@ -19,6 +19,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import re
 import time
@@ -97,6 +98,8 @@ def texts_of(path):
 
 def row_of(row):
     """The text or the chat of a row."""
+    if "messages" in row and not isinstance(row["messages"], list):
+        raise ValueError(f"'messages' is {row['messages']!r:.40}, wanted a list of turns")
     return row["messages"] if "messages" in row else row["text"]
 
 
@@ -235,15 +238,24 @@ class Task(typing.NamedTuple):
     shots: int = 0
 
 
+def picked(pairs, answer, group=""):
+    """A Choice; ValueError if none of the pairs is the answer, or one is no text."""
+    if type(answer) is not int or answer not in range(len(pairs)):
+        raise ValueError(f"{answer!r} is right among {len(pairs)} choices: take a labelled split")
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ValueError(f"a choice is no text: {pairs!r:.80}")
+    return Choice(pairs, answer, group)
+
+
 def choose(context, choices, answer, group=""):
-    """A Choice by continuation; ValueError if none of the choices is the answer."""
-    if answer not in range(len(choices)):
-        raise ValueError(f"{answer!r} is right among {len(choices)} choices: take a labelled split")
-    return Choice([(context, " " + choice) for choice in choices], answer, group)
+    """A Choice by continuation."""
+    return picked([(context, " " + choice) for choice in choices], answer, group)
 
 
 def lambada(row, _):
     context, _, last = row["text"].rpartition(" ") if "text" in row else (row["context"], "", row["continuation"])
+    if not context or not last.strip():
+        raise ValueError("a text without a last word")
     return Exact([(context, " " + last.strip())])
 
 
@@ -283,7 +295,7 @@ def winogrande(row, _):
         before, _, after = row["sentence"].partition("_")
         options = [before + row["option1"], before + row["option2"]]
         row = {"context_options": options, "continuation": after.strip(), "gold": int(row["answer"]) - 1}
-    return Choice([(context, " " + row["continuation"]) for context in row["context_options"]], row["gold"])
+    return picked([(context, " " + row["continuation"]) for context in row["context_options"]], row["gold"])
 
 
 def mmlu(row, shots, letters=False):
@@ -306,11 +318,13 @@ def mmlu(row, shots, letters=False):
 def bear(row, _):
     """Which of the relation's answers makes the likeliest sentence (arXiv 2404.04113, first template)."""
     sentences = [row["template"].replace("[X]", row["sub_label"]).replace("[Y]", y) for y in row["answers"]]
-    return Choice([("", sentence) for sentence in sentences], row["answer_idx"], row["relation"])
+    return picked([("", sentence) for sentence in sentences], row["answer_idx"], row["relation"])
 
 
 def gsm8k(row, shots):
     """Worked examples, then the number after ####, or the last number."""
+    if "####" not in row["answer"]:
+        raise ValueError("an answer without its number after ####")
     examples = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in shots)
     return Written(f"{examples}Question: {row['question']}\nAnswer:", row["answer"], 256, ("Question:",))
 
@@ -397,12 +411,12 @@ def questions_of(name, data_dir, limit=0, shots=None):
     rows = rows_of(name, data_dir, task.files, task.hub)
     if task.mixed and limit:
         random.Random(0).shuffle(rows)
+    if shots and not task.shown:
+        raise BadInput(f"--shots {shots}: task {name!r} has no examples to show; leave it out")
     shots = task.shots if shots is None else shots
-    if task.shown and shots:
-        files, split = task.shown
-        for row in rows_of(name, data_dir, files, (*task.hub[:2], split)):
-            before.setdefault(row.get("subject"), []).append(row)
     with reading(f"task {name!r}", "give items with the fields that TASKS reads"):
+        for row in rows_of(name, data_dir, task.shown[0], (*task.hub[:2], task.shown[1])) if shots else ():
+            before.setdefault(row.get("subject"), []).append(row)
         asked = [task.ask(row, before.get(row.get("subject"), [])[:shots]) for row in rows[: limit or None]]
     if not asked:
         raise BadInput(f"task {name!r}: no items; give files that have some")
@@ -450,6 +464,8 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0):
             draw.randrange(len(hay)),
             [],
         )
+        if room < max(sizes[:1000]):
+            raise BadInput(f"--lengths {tokens}: needle, question and answer alone take {tokens - room}; wanted more")
         while room >= sizes[at % len(hay)]:
             units.append(hay[at % len(hay)])
             room, at = room - sizes[at % len(hay)], at + 1
@@ -465,6 +481,8 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0):
 def haystack(source, size=1_000_000):
     """About `size` characters of a text to hide needles in."""
     found, total = [], 0
+    if source and not Path(source).exists() and not is_hub_name(source.split(":")[0]):
+        raise BadInput(f"--haystack {source}: no such file or folder; give one that exists, or a hub name")
     for document in documents(source):
         if not isinstance(document, str):
             raise BadInput(f"--haystack {source}: chats; give a text")
@@ -563,9 +581,11 @@ def answers(model, tokenizer, questions, file=None, *, chunk=None, device="cpu",
     keys, done = [hashlib.sha1(repr(q).encode()).hexdigest()[:16] for q in questions], {}
     if file is not None and file.exists():
         with reading(file, "delete it"):
-            whole = file.read_text(encoding="utf-8").rpartition("\n")[0]  # a kill may have left half a line
-            file.write_text(whole + "\n" * bool(whole), encoding="utf-8")
-            done = {row["key"]: row for row in map(json.loads, filter(None, whole.split("\n")))}
+            whole, end, half = file.read_bytes().rpartition(b"\n")
+            if half:  # a kill came in the middle of a line
+                os.truncate(file, len(whole) + len(end))
+            rows = map(json.loads, filter(None, whole.decode().split("\n")))
+            done = {row["key"]: row for row in rows if "ll" in row or "text" in row}
     left = [i for i, key in enumerate(keys) if key not in done]
     left.sort(key=lambda i: len(getattr(questions[i], "prompt", "")))
     chunk = chunk or (128 if hasattr(questions[0], "pairs") else 8)
@@ -950,12 +970,17 @@ def read_flags():
         lengths = [int(n) for n in args.lengths.split(",") if n]
     except ValueError:
         raise BadInput(f"--lengths {args.lengths!r}: wanted numbers of tokens, as 512,4096") from None
-    if any(n < 256 for n in lengths):
-        raise BadInput(
-            f"--lengths {args.lengths}: a needle, its question and answer take 200 tokens; wanted 256 or more"
-        )
+    if any(n < 1 for n in lengths):
+        raise BadInput(f"--lengths {args.lengths}: wanted 1 token or more")
+    if args.chat and not args.prompt:
+        raise BadInput("--chat: give --prompt TEXT too, the user's turn")
+    if "none" in args.models:
+        raise BadInput("models 'none': wanted runs or teachers; --baseline none leaves the teacher out")
+    names = [task.strip() for task in args.tasks.split(",")]
+    if args.tasks and not any(names):
+        raise BadInput(f"--tasks {args.tasks!r}: no task in it; there are {', '.join(TASKS)}, niah_1 to niah_3")
     ours, theirs = [], []
-    for task in filter(None, args.tasks.split(",")):
+    for task in filter(None, names):
         if task in TASKS:
             ours.append((task, None))
         elif task in ("niah_1", "niah_2", "niah_3"):
@@ -1041,12 +1066,16 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, why = precision(device, args.precision)
     print(f"precision: {str(dtype).removeprefix('torch.')} matmuls, {why}")
-    baseline = args.baseline or next((t["teacher"] for t in told if t.get("teacher")), "none")
+    baseline = args.baseline or next((t["teacher"] for t in told if t.get("teacher") not in (None, "none")), "none")
+    target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(args.models) == 1 else None
+    saved = earlier(target)  # before the work, so that what cannot be written is known
     names = [name for name in (baseline, *args.models) if name != "none"]
     opens, rows, teacher = [], [], None
     with autocast(device, dtype):
         for name in dict.fromkeys(names):
             opens.append(opened(name, dtype, device))
+            if args.chat and name in args.models and not opens[-1].tokenizer.chat:
+                raise BadInput(f"--chat: {name} has no chat template, it was not tuned on chats; leave --chat out")
             if teacher and teacher.config.vocab != opens[-1].model.config.vocab:
                 ids = f"it has {teacher.config.vocab} ids, {name} {opens[-1].model.config.vocab}"
                 raise BadInput(f"--baseline {baseline}: {ids}; give the model's own teacher")
@@ -1058,9 +1087,8 @@ def main():
                 opens.pop()  # its memory too
         table = table_of(rows, baseline != "none")
         print("\n" + as_text(table), *compared(rows), sep="\n")
-        target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(args.models) == 1 else None
         if target:
-            write(target, table, rows, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
+            write(target, saved, table, rows, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
         if args.decode:
             pairs = [(Path(it.name).name, it.model) for it in opens]
             decoded = print_decoding(pairs, lengths or (512, 2048, 8192, 32768, 65536))
@@ -1069,16 +1097,29 @@ def main():
             draw_decoding(target / "decoding.png", decoded)
 
 
-def write(target, table, models, how):
-    """evaluation.json (scores of other tasks, from before, stay), evaluation.md and evaluation.png."""
+def earlier(target):
+    """The folder for the scores made, and what is in its evaluation.json: {name of a model: its scores}."""
+    if target is None:
+        return {}
+    if target.exists() and not target.is_dir():
+        raise BadInput(f"--out {target}: a file of that name exists; give a folder")
     target.mkdir(parents=True, exist_ok=True)
     file = target / "evaluation.json"
     saved = read_json(file).get("models", {}) if file.exists() else {}
+    if not isinstance(saved, dict) or not all(isinstance(row, dict) for row in saved.values()):
+        raise BadInput(f"{file}: not written by evaluate.py; delete it, or give another --out")
+    return saved
+
+
+def write(target, saved, table, models, how):
+    """evaluation.json (scores of other tasks, from before, stay), evaluation.md and evaluation.png."""
+    file, temporary = target / "evaluation.json", target / "evaluation.json.tmp"
     for m in models:
         found = {t: {k: (*summary(v), len(v)) for k, v in row.items()} | how for t, row in m["tasks"].items()}
         kept = saved.get(m["name"], {}).get("tasks", {})
         saved[m["name"]] = {"held": m["held"], "tasks": kept | found | m["harness"]}
-    file.write_text(json.dumps({"models": saved, "compared": compared(models)}, indent=1))
+    temporary.write_text(json.dumps({"models": saved, "compared": compared(models)}, indent=1))
+    temporary.replace(file)
     (target / "evaluation.md").write_text(as_text(table, markdown=True) + "\n", encoding="utf-8")
     if any("acc" in found for found in models[0]["tasks"].values()):
         draw_scores(target / "evaluation.png", models)

@@ -513,22 +513,25 @@ def transformers_form():
 
 def main():
     """Check and time, or say what a GPU would be asked for."""
+    import argparse
     import subprocess
 
-    words = sys.argv[1:]
-    if words == ["--bench", "cpu"]:
+    parser = argparse.ArgumentParser(description="Check the kernels, time them on a GPU, build them without one.")
+    parser.add_argument("--check", action="store_true", help="compare with chunked, and stop")
+    parser.add_argument("--bench", choices=["cpu"], help="time chunked against PyTorch's attention on this CPU")
+    args = parser.parse_args()
+    if args.bench:
         return bench("cpu", ((4, 512), (1, 2048), (1, 8192)))
-    if words not in ([], ["--check"]):
-        sys.exit(f"error: {' '.join(words)!r}: wanted nothing, --check or --bench cpu")
     if triton is None:
-        sys.exit("error: triton is not installed: pip install triton; chunked, in PyTorch, needs none")
-    if torch.cuda.is_available():
-        compare("cuda")
-        return bench("cuda", [(max(65536 // T, 1), T) for T in (1024, 4096, 16384, 65536)])
-    if words == ["--check"]:
-        return compare("cpu")
+        parser.error("triton is not installed: pip install triton; chunked, in PyTorch, needs none")
+    cuda = torch.cuda.is_available()
+    if cuda or os.environ.get("TRITON_INTERPRET") == "1":
+        compare("cuda" if cuda else "cpu")
+        return bench("cuda", [(max(65536 // T, 1), T) for T in (1024, 4096, 16384, 65536)]) if cuda else None
     print("no CUDA device: the kernels run in Triton's interpreter; no GPU time is measured", flush=True)
     subprocess.run([sys.executable, __file__, "--check"], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    if args.check:
+        return None
     for arch in (80, 90):
         print(*resources(arch), sep="\n")
 

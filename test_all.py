@@ -953,6 +953,8 @@ def test_oracle_export_of_a_student(tmp_path, mixer, options):
     surgery.export(student, tokenizer, tmp_path / "out")
     load = transformers.AutoModelForCausalLM.from_pretrained
     theirs, ids = load(tmp_path / "out", trust_remote_code=True).eval(), torch.randint(0, 257, (2, 30))
+    again, _ = surgery.load_teacher(tmp_path / "out")
+    assert torch.equal(again(ids)[0], student(ids)[0])
     assert (theirs(ids).logits - student(ids)[0]).abs().max() < 1e-5
     greedy = theirs.generate(ids[:1, :9], max_new_tokens=20, do_sample=False, eos_token_id=None)
     assert greedy[0, 9:].tolist() == list(student.generate(ids[0, :9].tolist(), 20))
@@ -1210,7 +1212,13 @@ def test_oracle_chat_templates(tmp_path, kind, name):
 
 def test_templates_are_strangers():
     tokenizer = surgery.bytes_tokenizer()
-    for template in (None, "{{ messages.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{% if %}"):
+    for template in (
+        None,
+        "{{ 'a' * 10**15 }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ raise_exception('no') }}",
+        "{% if %}",
+    ):
         tokenizer.chat = template and {"template": template}
         with pytest.raises(surgery.BadInput, match="chat template"):
             surgery.dialogue(tokenizer, TALK)
@@ -2017,7 +2025,7 @@ def test_weights_that_are_not_finite_are_not_saved(teacher_folder, tmp_path, mon
 BAD = {
     "unknown mixer": (["--mixer", "gated_dleta"], "did you mean 'gated_delta'"),
     "no data": (["--data", "missing.txt"], "no such file or folder"),
-    "empty data": (["--data", "EMPTY"], "give more text"),
+    "empty data": (["--data", "EMPTY"], "no text in it"),
     "binary data": (["--data", "BINARY"], "give UTF-8 text"),
     "short data": (["--data", "SHORT"], "need a context of"),
     "no such teacher": (["--teacher", "missing.gguf"], "no such file or folder"),
@@ -2458,6 +2466,49 @@ def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
     assert found["piqa"]["acc"] == pytest.approx(evaluate.summary(ours["acc"]))
 
 
+ITEMS = {  # task: an item that is none
+    "lambada": {"context": "a", "continuation": ""},
+    "piqa": {"query": "Q", "choices": []},
+    "arc_easy": {"query": "Q", "choices": ["x", "y"]},
+    "winogrande": {"context_options": ["a", "b"], "continuation": "c", "gold": 7},
+    "gsm8k": {"question": "a", "answer": ""},
+    "hellaswag": {"ctx": "a", "endings": ["b", 3], "gold": 0},
+}
+
+
+@pytest.mark.parametrize("task, item", ITEMS.items(), ids=ITEMS)
+def test_items_that_are_none_are_one_sentence(tmp_path, task, item):
+    (tmp_path / "gsm8k").mkdir()
+    file = "gsm8k/test.jsonl" if task == "gsm8k" else f"{task}.jsonl"
+    (tmp_path / file).write_text(json.dumps(item) + "\n")
+    with pytest.raises(surgery.BadInput, match=f"task '{task}'"):
+        evaluate.questions_of(task, tmp_path, shots=0 if task == "gsm8k" else None)
+
+
+SCORING = {
+    "a file as folder": (["--out", "FILE"], "a file of that name exists"),
+    "somebody else's scores": (["--out", "ODD"], "not written by evaluate.py"),
+    "no template": (["--chat", "--prompt", "hi"], "has no chat template"),
+    "no turn": (["--chat"], "give --prompt TEXT too"),
+    "no task": (["--tasks", ",,"], "no task in it"),
+    "too short a needle": (["--tasks", "niah_1", "--lengths", "200"], "alone take"),
+    "no hay": (["--tasks", "niah_2", "--haystack", "/missing/x"], "--haystack /missing/x"),
+    "nothing to show": (["--tasks", "lambada", "--shots", "5"], "no examples to show"),
+}
+
+
+@pytest.mark.parametrize("words, sentence", SCORING.values(), ids=SCORING)
+def test_bad_scoring_is_one_sentence(teacher_folder, tmp_path, monkeypatch, words, sentence):
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    (tmp_path / "lambada.jsonl").write_text(json.dumps({"context": "a b", "continuation": "c"}) + "\n")
+    (tmp_path / "FILE").write_text("")
+    (tmp_path / "ODD").mkdir()
+    (tmp_path / "ODD" / "evaluation.json").write_text('{"models": []}')
+    words = [str(tmp_path / w) if w in ("FILE", "ODD") else w for w in words]
+    with pytest.raises(surgery.BadInput, match=re.escape(sentence)):
+        call(evaluate, monkeypatch, teacher_folder, "--data-dir", tmp_path, *words)
+
+
 def test_models_are_compared_in_one_table(teacher_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
     for name in ("gla", "delta"):
@@ -2467,10 +2518,10 @@ def test_models_are_compared_in_one_table(teacher_folder, tmp_path, monkeypatch,
     (tmp_path / "wiki.test.raw").write_text(" = One = \n a b c\n = Two = \n d e\n")
     capsys.readouterr()
     words = [tmp_path / "gla", tmp_path / "delta", "--tasks", "piqa,wikitext,niah_1", "--data-dir", tmp_path]
-    words += ["--lengths", "300", "--limit", "10", "--out", tmp_path / "out", "--decode", "--baseline", teacher_folder]
+    words += ["--lengths", "800", "--limit", "10", "--out", tmp_path / "out", "--decode", "--baseline", teacher_folder]
     call(evaluate, monkeypatch, *words)
     told = capsys.readouterr().out
-    assert "piqa acc (10)" in told and "niah_1@300 acc (10)" in told and "wikitext word_ppl (2)" in told
+    assert "piqa acc (10)" in told and "niah_1@800 acc (10)" in told and "wikitext word_ppl (2)" in told
     saved = json.loads((tmp_path / "out" / "evaluation.json").read_text())["models"]
     assert saved.keys() == {str(tmp_path / "gla"), str(tmp_path / "delta"), str(teacher_folder)}
     saved = {Path(name).name: row for name, row in saved.items()}

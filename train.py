@@ -138,7 +138,8 @@ def read_flags():
         )
     if args.calibrate is None:
         args.calibrate = 0 if args.window or scratch or args.student else 16
-    args.tokens_per_step = args.tokens_per_step or args.context * (16 if scratch else 1)
+    if args.tokens_per_step is None:
+        args.tokens_per_step = args.context * (16 if scratch else 1)
     for name, (low, high) in RANGES.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -157,12 +158,14 @@ def read_flags():
     teacher = args.size if scratch else Path(args.teacher).name.removesuffix(".gguf").lower()
     window = f"-w{args.window}" if args.window else ""
     name = f"{args.mixer}-{teacher}{window}-s{args.seed}" if not args.student else Path(args.student).name
-    args.out = args.out or f"runs/{name}{named}"
+    args.out = args.out or f"runs/{name}{f'-{args.recipe}' if args.student else named}"
     return args
 
 
 def take_student(args):
     """What --student says of its mixers and its teacher goes into the flags, which may not say otherwise."""
+    if not (Path(args.student) / "args.json").exists():
+        raise BadInput(f"--student {args.student}: no run there; give the folder of one, with its args.json")
     told, usual = surgery.read_json(Path(args.student) / "args.json"), parser().parse_args([])
     for name in ("mixer", "window", "keep", "option"):
         if getattr(args, name) != getattr(usual, name):
@@ -260,6 +263,8 @@ def prepare(args, tokenizer, needed):
         total += len(ids)
         if total > max(needed, 2_000_000 if args.size == "mqar" else 20_000_000):
             break
+    if not total:
+        raise BadInput(f"--data {args.data}: no text in it, or no chat in which the assistant speaks; give some")
     n = total // args.context
     if n < 2:
         raise BadInput(
