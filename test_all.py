@@ -254,6 +254,17 @@ def test_oracle_retention():
     close(recurrent(x["q"] * 6**-0.5, x["k"], x["v"], log_decay=log_decay.expand(2, 70, 3, 1))[0], o, 1e-5)
 
 
+@pytest.mark.parametrize("D", (1, 16))
+def test_weak_decays_among_strong_ones_keep_their_digits(D):
+    x = draw("head" if D == 1 else "channel", "delta", 256, K=16, V=16, strength=0.5, dtype=torch.float32)
+    x = {n: z.detach() for n, z in x.items()}
+    g = torch.Generator().manual_seed(0)
+    strong = torch.rand(x["log_decay"].shape, generator=g) < 0.3
+    x["log_decay"] = torch.where(strong, -40.0, -0.01 * torch.rand(strong.shape, generator=g))
+    wanted = recurrent(**{n: z.double() for n, z in x.items()})[0]
+    assert distance(chunked(**x)[0], wanted) < 1e-6  # differences of long float32 sums leave 1e-5
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
     """Memory that nobody has written is NaN."""
