@@ -307,7 +307,7 @@ def step_kernel(
     tl.store(new + i * K * V + kv, s, mask=here)
 
 
-HOW = dict(num_warps=8, num_stages=2)
+CHUNK, PRECISION, HOW = 32, "tf32x3", dict(num_warps=8, num_stages=2)  # of every launch and of `resources`
 
 
 def tiles(K, V):
@@ -325,7 +325,7 @@ def launch(kernel, tensors, sizes, C, back, keep):
     """Run a carry kernel over heads and blocks of values; None stands for a tensor that its flags never read."""
     (N, BH, K, V), (KB, VB) = sizes, tiles(*sizes[2:])
     some = next(x for x in tensors if x is not None)
-    flags = dict(C=C, KB=KB, VB=VB, BACK=back, FADE=fade(keep), P="tf32x3", **HOW)
+    flags = dict(C=C, KB=KB, VB=VB, BACK=back, FADE=fade(keep), P=PRECISION, **HOW)
     kernel[BH, triton.cdiv(V, VB)](*(some if x is None else x for x in tensors), N, BH, K, V, **flags)
 
 
@@ -375,13 +375,14 @@ def kernel(q, k, v, *, log_decay=None, beta=None, erase=None, S=None):
         return chunked(q, k, v, **more)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, log_decay, beta, S))
     if q.size(1) > 1 or erase is not None or tracked:
-        return chunked(q, k, v, **more, chunk=32, loops=(carry_triton, carry_back_triton))
+        return chunked(q, k, v, **more, chunk=CHUNK, loops=(carry_triton, carry_back_triton))
     (B, _, H, K), V = q.shape, v.size(-1)
     KB, VB = tiles(K, V)
     q, k, v, S = (x.contiguous() for x in (q, k, v, S))
     decay, strength = (k if x is None else x.contiguous() for x in (log_decay, beta))
     o, new = torch.empty_like(v), torch.empty_like(S)
     flags = dict(KB=KB, VB=VB, WRITE=beta is not None, FADE=0 if log_decay is None else 1 + (log_decay.size(-1) > 1))
+    flags |= HOW
     step_kernel[B * H, triton.cdiv(V, VB)](q, k, v, decay, strength, S, o, new, K, V, **flags)
     return o, new
 
@@ -401,10 +402,11 @@ def example(decay, write, B, T, H, K, V, device="cpu", seed=0):
 
 
 def run(form, qkv, more):
-    """Outputs, last state and gradients of a form."""
-    o, S = form(*qkv, **more)
-    weight = torch.arange(o.numel(), device=o.device).view_as(o).cos()
-    return o, S, *torch.autograd.grad((o * weight).sum() + S.sum(), [*qkv, *more.values()])
+    """Outputs, last state (if the form has one) and gradients of a form."""
+    results = form(*qkv, **more)
+    results = results if isinstance(results, tuple) else (results,)
+    weights = [torch.arange(z.numel(), device=z.device).view_as(z).cos() for z in results]
+    return *results, *torch.autograd.grad(results, [*qkv, *more.values()], weights)
 
 
 CELLS = [(decay, write) for decay in ("none", "head", "channel") for write in ("add", "delta")]
@@ -431,7 +433,8 @@ def resources(arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    flags, lines = dict(C=32, KB=64, VB=tiles(64, 64)[1], BACK=True, FADE=2, P="tf32x3", WRITE=True), []
+    (KB, VB), lines = tiles(64, 64), []
+    flags = dict(C=CHUNK, KB=KB, VB=VB, BACK=True, FADE=2, P=PRECISION, WRITE=True)
     for made in (carry_kernel, carry_back_kernel, step_kernel):
         fixed = {name: flags[name] for name in made.arg_names if name in flags}
         kind = lambda name, fixed=fixed: (
@@ -474,24 +477,14 @@ def bench(device, shapes, H=9, K=64):
         f"{device}, {torch.get_num_threads()} threads, {H} heads of {K}, float32, forward and backward, over attention:"
     )
     for B, T in shapes:
+        attention = functools.partial(F.scaled_dot_product_attention, is_causal=True)
         x = [torch.randn(B, H, T, K, device=device, requires_grad=True) for _ in range(3)]
-
-        def attention(x=x):
-            o = F.scaled_dot_product_attention(*x, is_causal=True)
-            torch.autograd.grad(o.sum(), x)
-
-        forms = {"attention": attention}
+        forms = {"attention": functools.partial(run, attention, x, {})}
         for decay, write in CELLS:
-            inputs = example(decay, write, B, T, H, K, K, device)
-            forms[f"{decay}, {write}"] = lambda inputs=inputs: run(form, *inputs)
+            forms[f"{decay}, {write}"] = functools.partial(run, form, *example(decay, write, B, T, H, K, K, device))
         if theirs := transformers_form():
-            (q, k, v), more = example("head", "delta", B, T, H, K, K, device)
-            wanted = [q, k, v, *more.values()]
-            call = lambda q=q, k=k, v=v, more=more: theirs(
-                q, k, v, more["log_decay"][..., 0], more["beta"][..., 0], output_final_state=True
-            )
-            forms["transformers' head, delta"] = lambda call=call, wanted=wanted: torch.autograd.grad(
-                sum(z.sum() for z in call()), wanted
+            forms["transformers' head, delta"] = functools.partial(
+                run, theirs, *example("head", "delta", B, T, H, K, K, device)
             )
         found = medians(forms)
         print(
@@ -503,12 +496,13 @@ def bench(device, shapes, H=9, K=64):
 
 
 def transformers_form():
-    """transformers' chunked gated delta rule in PyTorch, or None."""
+    """transformers' chunked gated delta rule in PyTorch, called as ours, or None."""
     try:
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
     except ImportError:
         return None
-    return inspect.unwrap(torch_chunk_gated_delta_rule)  # without what it prefers where it is installed
+    theirs = inspect.unwrap(torch_chunk_gated_delta_rule)  # without what it prefers where it is installed
+    return lambda q, k, v, log_decay, beta: theirs(q, k, v, log_decay[..., 0], beta[..., 0], output_final_state=True)
 
 
 def main():
@@ -527,7 +521,9 @@ def main():
     cuda = torch.cuda.is_available()
     if cuda or os.environ.get("TRITON_INTERPRET") == "1":
         compare("cuda" if cuda else "cpu")
-        return bench("cuda", [(max(65536 // T, 1), T) for T in (1024, 4096, 16384, 65536)]) if cuda else None
+        if cuda and not args.check:
+            bench("cuda", [(max(65536 // T, 1), T) for T in (1024, 4096, 16384, 65536)])
+        return None
     print("no CUDA device: the kernels run in Triton's interpreter; no GPU time is measured", flush=True)
     subprocess.run([sys.executable, __file__, "--check"], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
     if args.check:
