@@ -5,7 +5,7 @@
     python evaluate.py 140m --tasks lambada --data-dir FOLDER       a teacher alone, items from local files
     python evaluate.py RUN --decode                                 tokens a second and state against context
 
-A task is a row of TASKS: where its items are and how one becomes a Question. What a model answers is kept item by
+A task is a row of TASKS: where its items are and how one becomes a question. What a model answers is kept item by
 item, so that a stopped scoring goes on and two models are compared on the same items. `python mixers.py` has its table
 and its picture from here, and train.py the text it reads. Nothing here trains.
 """
@@ -61,28 +61,31 @@ def autocast(device, dtype):
 # ------------------------------------------------------------------ text
 
 
-def documents(source):
-    """Yield texts or chats: of a file, of a folder's readable files, of a hub set, or of installed documentation."""
+def documents(source, flag="--data"):
+    """Yield texts or chats: of a file, of a folder's readable files, of a hub set, or of installed documentation.
+
+    flag: what asked for it, for messages.
+    """
     path = Path(source or "")
     if source is None:
         yield from documentation()
     elif path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md", ".jsonl", ".parquet"))
         if not files:
-            raise BadInput(f"--data {source}: no .txt, .md, .jsonl or .parquet in this folder")
+            raise BadInput(f"{flag} {source}: no .txt, .md, .jsonl or .parquet in this folder")
         for file in files:
-            yield from texts_of(file)
+            yield from texts_of(file, flag)
     elif path.is_file():
-        yield from texts_of(path)
+        yield from texts_of(path, flag)
     elif is_hub_name(source.split(":")[0]):
-        yield from hub_texts(source)
+        yield from hub_texts(source, flag)
     else:
-        raise BadInput(f"--data {source}: no such file or folder; give one that exists, or a hub name such as a/b")
+        raise BadInput(f"{flag} {source}: no such file or folder; give one that exists, or a hub name such as a/b")
 
 
-def texts_of(path):
+def texts_of(path, flag):
     """The texts of one file, or its chats: rows' 'text' or 'messages', or parts between lines <|endoftext|>."""
-    with reading(f"--data {path}", "give UTF-8 text, or rows with a field 'text' or 'messages'"):
+    with reading(f"{flag} {path}", "give UTF-8 text, or rows with a field 'text' or 'messages'"):
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
@@ -103,12 +106,12 @@ def row_of(row):
     return row["messages"] if "messages" in row else row["text"]
 
 
-def hub_texts(name):
+def hub_texts(name, flag):
     """The 'text' or 'messages' of each row of a hub data set, streamed; name: owner/name[:configuration[:split]]."""
     from datasets import load_dataset
 
     name, config, split = (name.split(":") + ["", ""])[:3]
-    with reading(f"--data {name}", "check the network and the name on the hub, or give a local file"):
+    with reading(f"{flag} {name}", "check the network and the name on the hub, or give a local file"):
         for row in load_dataset(name, config or None, split=split or "train", streaming=True):
             yield row_of(row)
 
@@ -253,6 +256,7 @@ def choose(context, choices, answer, group=""):
 
 
 def lambada(row, _):
+    """The last word, from the hub's text or a local file's context and continuation."""
     context, _, last = row["text"].rpartition(" ") if "text" in row else (row["context"], "", row["continuation"])
     if not context or not last.strip():
         raise ValueError("a text without a last word")
@@ -260,6 +264,8 @@ def lambada(row, _):
 
 
 def hellaswag(row, _):
+    """The likeliest ending, its text cleaned as lm-eval does it."""
+
     def plain(text):  # WikiHow's marks
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
@@ -270,6 +276,7 @@ def hellaswag(row, _):
 
 
 def piqa(row, _):
+    """The better of two solutions."""
     if "goal" in row:
         row = {"query": row["goal"], "choices": [row["sol1"], row["sol2"]], "gold": int(row["label"])}
     return science(row, _)
@@ -286,6 +293,7 @@ def science(row, _):
 
 
 def openbookqa(row, _):
+    """The sentence's likeliest end."""
     return choose(row["question_stem"], row["choices"]["text"], row["choices"]["label"].index(row["answerKey"].strip()))
 
 
@@ -411,9 +419,7 @@ def questions_of(name, data_dir, limit=0, shots=None):
     rows = rows_of(name, data_dir, task.files, task.hub)
     if task.mixed and limit:
         random.Random(0).shuffle(rows)
-    if shots and not task.shown:
-        raise BadInput(f"--shots {shots}: task {name!r} has no examples to show; leave it out")
-    shots = task.shots if shots is None else shots
+    shots = (task.shots if shots is None else shots) if task.shown else 0
     with reading(f"task {name!r}", "give items with the fields that TASKS reads"):
         for row in rows_of(name, data_dir, task.shown[0], (*task.hub[:2], task.shown[1])) if shots else ():
             before.setdefault(row.get("subject"), []).append(row)
@@ -423,21 +429,10 @@ def questions_of(name, data_dir, limit=0, shots=None):
     return asked
 
 
+NIAH = ("niah_1", "niah_2", "niah_3")
+KNOWN = ", ".join([*TASKS, *NIAH])
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-ADJECTIVES = (
-    "amber",
-    "brave",
-    "calm",
-    "daring",
-    "eager",
-    "gentle",
-    "jolly",
-    "keen",
-    "mellow",
-    "noble",
-    "quiet",
-    "rapid",
-)
+ADJECTIVES = ("amber", "brave", "calm", "daring", "eager", "gentle", "jolly", "keen", "mellow", "noble", "quiet")
 NOUNS = ("anchor", "basket", "candle", "dragon", "engine", "forest", "garden", "hammer", "island", "kettle", "lantern")
 
 
@@ -459,20 +454,15 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0):
         asked = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
         asked += f" The special magic {kind} for {key} mentioned in the provided text is"
         needle = f"One of the special magic {kind}s for {key} is: {value}."
-        room, at, units = (
-            tokens - new - len(tokenizer.encode(before + needle + asked)) - 4,
-            draw.randrange(len(hay)),
-            [],
-        )
-        if room < max(sizes[:1000]):
+        room = tokens - new - len(tokenizer.encode(before + needle + asked)) - 4
+        at, units = draw.randrange(len(hay)), []
+        if room < sizes[at]:
             raise BadInput(f"--lengths {tokens}: needle, question and answer alone take {tokens - room}; wanted more")
         while room >= sizes[at % len(hay)]:
             units.append(hay[at % len(hay)])
             room, at = room - sizes[at % len(hay)], at + 1
-        depth = draw.randint(0, len(units))
-        while depth and units[depth - 1][-1] not in ".!?":  # the end of a sentence
-            depth -= 1
-        units.insert(depth, needle)
+        ends = [i + 1 for i, unit in enumerate(units) if unit[-1] in ".!?"] or range(len(units) + 1)
+        units.insert(draw.choice([0, *ends]), needle)
         made.append(Written(before + between.join(units) + asked, value, new))
     return made
 
@@ -481,9 +471,7 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0):
 def haystack(source, size=1_000_000):
     """About `size` characters of a text to hide needles in."""
     found, total = [], 0
-    if source and not Path(source).exists() and not is_hub_name(source.split(":")[0]):
-        raise BadInput(f"--haystack {source}: no such file or folder; give one that exists, or a hub name")
-    for document in documents(source):
+    for document in documents(source, "--haystack"):
         if not isinstance(document, str):
             raise BadInput(f"--haystack {source}: chats; give a text")
         found.append(document)
@@ -944,8 +932,7 @@ def parser():
     """Every flag."""
     p = Parser(description="Score runs and teachers beside each other.", allow_abbrev=False)
     p.add_argument("models", nargs="+", help="run folders, or anything --teacher of train.py takes")
-    names = ", ".join(TASKS)
-    p.add_argument("--tasks", default="", help=f"comma list of {names}, niah_1 to niah_3, and lm-eval's own (none)")
+    p.add_argument("--tasks", default="", help=f"comma list of {KNOWN}, and lm-eval's own (default: none)")
     p.add_argument("--limit", type=int, default=0, help="only N items of a task (default 0: all; a needle task: 100)")
     p.add_argument("--shots", type=int, help="examples shown first (default 0; mmlu_letters and gsm8k 5)")
     p.add_argument("--lengths", default="", help="contexts of needles (512,1024,2048) and of --decode (512 to 65536)")
@@ -978,15 +965,17 @@ def read_flags():
         raise BadInput("models 'none': wanted runs or teachers; --baseline none leaves the teacher out")
     names = [task.strip() for task in args.tasks.split(",")]
     if args.tasks and not any(names):
-        raise BadInput(f"--tasks {args.tasks!r}: no task in it; there are {', '.join(TASKS)}, niah_1 to niah_3")
+        raise BadInput(f"--tasks {args.tasks!r}: no task in it; there are {KNOWN}")
     ours, theirs = [], []
     for task in filter(None, names):
         if task in TASKS:
             ours.append((task, None))
-        elif task in ("niah_1", "niah_2", "niah_3"):
+        elif task in NIAH:
             ours += [(task, n) for n in lengths or (512, 1024, 2048)]
         else:
             theirs.append(task)
+    if args.shots and not theirs and not any(task in TASKS and TASKS[task].shown for task, _ in ours):
+        raise BadInput(f"--shots {args.shots}: {args.tasks or 'held-out text'} has no examples to show; leave it out")
     check_names(theirs)
     return args, ours, theirs, lengths
 
@@ -995,8 +984,8 @@ def check_names(names):
     """BadInput for the first that lm-eval does not know either."""
     if not names:
         return
-    near = lambda name: (difflib.get_close_matches(name, [*TASKS, "niah_1"], 1) or list(TASKS))[0]
-    words = "task {!r} is not known; did you mean {!r}? There are " + ", ".join(TASKS) + ", niah_1 to niah_3"
+    near = lambda name: (difflib.get_close_matches(name, [*TASKS, *NIAH], 1) or list(TASKS))[0]
+    words = f"task {{!r}} is not known; did you mean {{!r}}? There are {KNOWN}"
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:

@@ -415,8 +415,10 @@ class Mixer(Heads):
             self.K = self.phi["k"](torch.zeros(1, 1, H, K), torch.zeros(1, 1)).size(-1)
         if self.gate != "none":
             self.gate_proj = PerHead(self, V, start=GATES[self.gate][1])
-        self.scale = nn.Parameter(torch.ones(H, 1))  # of what a head recalls, times a level that `calibrate` sets: at a
-        self.register_buffer("level", torch.full((H, 1), 0.1 if self.window else 1.0))  # level of 1e-4 Adam would leap
+        # what a head recalls is scaled by both: `calibrate` sets level (down to 1e-4, which one step of Adam would leap
+        # over), training changes scale
+        self.register_buffer("level", torch.full((H, 1), 0.1 if self.window else 1.0))
+        self.scale = nn.Parameter(torch.ones(H, 1))
         self.parts()
 
     def checked(self, options):

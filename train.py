@@ -68,9 +68,7 @@ def parser():
         "--recipe", choices=distill.RECIPES, help="stages and rates (default: default; hybrid with --window)"
     )
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
-    g.add_argument(
-        "--tokens-per-step", type=count, help="(default --context: steps count more; pretraining 16 of them)"
-    )
+    g.add_argument("--tokens-per-step", type=count, help="(default --context, as steps count most; pretraining 16 ×)")
     g.add_argument("--micro-batch", type=int, help="sequences at once, for memory alone (default: all of a step)")
     g.add_argument("--recompute", action="store_true", help="gradient checkpointing: less memory, a third more work")
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
@@ -229,10 +227,8 @@ def ids_of(document, tokenizer, source):
     ids, said = [], ""
     for i, message in enumerate(document):
         if message.get("role") == "assistant":
-            before, after = (
-                surgery.dialogue(tokenizer, document[:i]),
-                surgery.dialogue(tokenizer, document[: i + 1], reply=False),
-            )
+            before = surgery.dialogue(tokenizer, document[:i])
+            after = surgery.dialogue(tokenizer, document[: i + 1], reply=False)
             if not (before.startswith(said) and after.startswith(before)):
                 raise BadInput(f"--data {source}: the chat template changes earlier turns, so answers cannot be marked")
             ids += [~t for t in tokenizer.encode(before[len(said) :], special=True)]
