@@ -387,12 +387,8 @@ class Library:
 def save_tokenizer(tokenizer, folder):
     """tokenizer.json and tokenizer_config.json as Hugging Face has them; "stop_ids" is ours, what ends a text first."""
     ends = [tokenizer.eos, *(i for i in tokenizer.stops if i != tokenizer.eos)]
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "stop_ids": ends,
-        "eos_token": tokenizer.name_of(tokenizer.eos),
-    }
-    about |= {"bos_token": tokenizer.name_of(tokenizer.bos)}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "stop_ids": ends}
+    about |= {"eos_token": tokenizer.name_of(tokenizer.eos), "bos_token": tokenizer.name_of(tokenizer.bos)}
     if tokenizer.chat:
         about |= tokenizer.chat | {"chat_template": tokenizer.chat["template"]}
         about.pop("template")
@@ -587,9 +583,8 @@ def load_teacher(name_or_path, *, dtype=None, device=None):
     print(f"teacher: {source}", file=sys.stderr)
     if path.is_dir() and is_ours(find_checkpoint(path)):
         return load(path, dtype=dtype, device=device)
-    tokenizer = teacher_tokenizer(path)
     with reading(path):
-        config, weights = (read_gguf if path.suffix == ".gguf" else read_folder)(path, source)
+        config, weights, tokenizer = (read_gguf if path.suffix == ".gguf" else read_folder)(path, source)
         if tokenizer.vocab > config.vocab:
             raise BadInput(
                 f"{path}: its tokenizer has {tokenizer.vocab} ids, its model {config.vocab}; one is another's"
@@ -604,11 +599,7 @@ def teacher_tokenizer(name_or_path):
         if path.suffix == ".gguf":
             return gguf_tokenizer(gguf_fields(path)[1])
         path = find_checkpoint(path) if path.is_dir() and find_checkpoint(path) else path
-        if (path / "args.json").exists() and not (path / "config.json").exists():
-            raise BadInput(f"{path}: a run without a checkpoint yet; go on with train.py --resume")
-        if not (path / "config.json").exists():
-            raise BadInput(f"{path}: no config.json in it, so it is no Hugging Face model folder and no run")
-        return read_tokenizer(path, read_json(path / "config.json"))
+        return read_tokenizer(path, config_json(path))
 
 
 def from_scratch(size, family, tokenizer, mixer="softmax", context=512, **options):
@@ -697,16 +688,26 @@ def from_pypi(target):
     return target
 
 
+def config_json(folder):
+    """config.json of a model's folder -> dict."""
+    if (folder / "config.json").exists():
+        return read_json(folder / "config.json")
+    if (folder / "args.json").exists():
+        raise BadInput(f"{folder}: a run without a checkpoint yet; go on with train.py --resume")
+    raise BadInput(f"{folder}: no config.json in it, so it is no Hugging Face model folder and no run")
+
+
 def read_folder(folder, source):
-    """A Hugging Face folder -> (Config, weights)."""
-    raw, weights = read_json(folder / "config.json"), {}
+    """A Hugging Face folder -> (Config, weights, tokenizer)."""
+    raw, weights = config_json(folder), {}
     if raw.get("model_type") == "nanolinear":  # `export` wrote it
         for file in weight_files(folder):
             weights |= {name.removeprefix("model."): w for name, w in read_weights(file).items()}
-        return Config(**raw["nano"]), weights
+        return Config(**raw["nano"]), weights, read_tokenizer(folder, raw)
     for file in weight_files(folder):
         weights |= rename(read_weights(file), int(raw.get("model_type") == "gpt2"), source)
-    return hf_config(raw, source, tied="head.weight" not in weights), weights
+    config = hf_config(raw, source, tied="head.weight" not in weights)
+    return config, weights, read_tokenizer(folder, raw)
 
 
 def weight_files(folder):
@@ -809,7 +810,7 @@ def hf_config(raw, source, tied):
 
 
 def read_gguf(path, source):
-    """A GGUF of Llama's or GPT-2's architecture -> (Config, weights)."""
+    """A GGUF of Llama's or GPT-2's architecture -> (Config, weights, tokenizer)."""
     import gguf
 
     reader, fields = gguf_fields(path)
@@ -824,7 +825,7 @@ def read_gguf(path, source):
         if which := re.search(r"mixer\.([qk])\.", name):  # (head, pair, half) -> (head, half, pair)
             rows = w.unflatten(0, (config.heads if which[1] == "q" else config.kv_heads, -1, 2))
             weights[name] = rows.transpose(1, 2).flatten(0, 2)
-    return config, weights
+    return config, weights, gguf_tokenizer(fields)
 
 
 def gguf_fields(path):
