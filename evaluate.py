@@ -925,6 +925,179 @@ def draw_mixers(path, teacher_name, columns=5):
                 ax.set(xticks=[], yticks=[], title=f"layer {layer}, head {head}" if name == "softmax" else "")
 
 
+# ------------------------------------------------------------------ a sweep's runs, side by side
+
+MACHINE = {"out", "resume", "save_every", "micro_batch", "recompute", "dry_run", "report", "device", "commit", "torch"}
+MACHINE |= {"python", "threads", "date", "text", "source"}  # what of args.json is no choice between runs
+MEASURES = {"ce": "CE", "gap": "CE − teacher's", "kl": "KL", "agreement": "same top token", "answers": "answers right"}
+
+
+def report_runs(folder):
+    """results.jsonl, .md and .png of a folder of runs, from their files, or from results.jsonl where they are gone."""
+    rows, unfinished = collect(folder)
+    if unfinished:
+        print(f"not finished, so not in the table: {', '.join(unfinished)}")
+    if not rows:
+        raise BadInput(f"--report {folder}: no finished run in it, and no results.jsonl")
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    axes, groups = grouped(rows)
+    words = ["the rate that was best on the validation windows, of those tried"] * any(g["rates"] > 1 for g in groups)
+    rate = ["lr"] * any(g["lr"] for g in groups)
+    table = [[*axes, *rate, "seeds", *(MEASURES[m] for m in groups[0]["found"])]]
+    for g in groups:
+        cells = [show(mean_and_sd(v)) for v in g["found"].values()]
+        rates = [f"{g['lr']:g}" if g["lr"] else ""] * len(rate)
+        table.append([*map(str, g["key"]), *rates, str(len(g["rows"])), *cells])
+    lines = [f"mean ± standard deviation over seeds{'; lr: ' if words else ''}{''.join(words)}", *laws(axes, groups)]
+    print("\n" + as_text(table), *lines, sep="\n")
+    (folder / "results.md").write_text("\n\n".join([as_text(table, markdown=True), *lines]) + "\n", encoding="utf-8")
+    draw_runs(folder / "results.png", axes, groups)
+    print(f"written: {folder}/results.jsonl, .md and .png")
+
+
+def collect(folder):
+    """-> (a row per finished run: its name, args, scores and validations, names of others), by name."""
+    rows, unfinished, file = {}, [], folder / "results.jsonl"
+    with reading(file, "delete it, if the runs are there"):
+        for line in file.read_text().splitlines() if file.exists() else ():
+            row = json.loads(line)
+            rows[row["run"]] = row
+    for args in sorted(folder.glob("*/args.json")):
+        run = args.parent
+        if not (run / "scores.json").exists():
+            unfinished.append(run.name)
+            continue
+        with reading(run, "delete this run, and give the sweep's command again"):
+            told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            found = [[r["step"], r["value"]] for r in told if "value" in r]
+            row = {"run": run.name, "args": read_json(args), "scores": read_json(run / "scores.json"), "held": found}
+            rows[run.name] = row
+    return [rows[name] for name in sorted(rows)], unfinished
+
+
+def grouped(rows):
+    """-> (names of what differs but for seed and lr, [{"key", "lr", "rates", "rows", "found": {measure: values}}]).
+
+    A group's rows are its seeds at the rate whose last validations are best.
+    """
+    args = [{k: v for k, v in row["args"].items() if k not in MACHINE} for row in rows]
+    differing = [n for n in args[0] if n not in ("seed", "lr") and len({str(a.get(n)) for a in args}) > 1]
+    axes = differing or ["mixer"]
+    by = {}
+    for row in rows:
+        key = tuple(as_word(row["args"].get(name)) for name in axes)
+        by.setdefault(key, {}).setdefault(row["args"]["lr"], []).append(row)
+    groups = []
+    for key, rates in sorted(by.items(), key=lambda pair: [(isinstance(x, str), x) for x in pair[0]]):
+        lr = min(rates, key=lambda lr: np.mean([row["held"][-1][1] for row in rates[lr]]))
+        found = {}
+        for row in rates[lr]:
+            for name in MEASURES:
+                scores = row["scores"]
+                value = scores["ce"][0] - scores["teacher_ce"][0] if name == "gap" and "teacher_ce" in scores else None
+                value = scores[name][0] if name in scores else value
+                found.setdefault(name, []).append(value)
+        found = {name: v for name, v in found.items() if None not in v}
+        groups.append({"key": key, "lr": lr, "rates": len(rates), "rows": rates[lr], "found": found})
+    return axes, groups
+
+
+def as_word(value):
+    """A flag's value in a table: the last part of a path, a list joined; a number stays one."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return value if isinstance(value, (int, float)) else Path(str(value or "")).name
+
+
+def mean_and_sd(values):
+    """-> (mean, standard deviation; nan for one value)."""
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+
+def laws(axes, groups):
+    """Lines: for each line of the figure, loss = E + A · x^−α, or why not; x the tokens, and the parameters."""
+    lines = []
+    for axis, letter in (("tokens", "D"), ("parameters", "N")):
+        for name, line in lines_of(axes, groups, axis).items():
+            if len(line) < 2:
+                continue
+            x = np.array([value for value, g in line for _ in g["rows"]], float)
+            for measure in ("ce", "gap"):
+                if measure in line[0][1]["found"]:
+                    y = np.array([value for _, g in line for value in g["found"][measure]])
+                    lines.append(f"{name}: {MEASURES[measure]}({letter}) {law(x, y, letter)}")
+    return lines
+
+
+def law(x, y, letter):
+    """A fit in words, or why there is none."""
+    if len(set(x)) < 4:
+        return f"not fitted: {len(set(x))} different {letter} are too few for three numbers; give 4 or more"
+    E, A, alpha, low, high = fit_law(x, y)
+    if A <= 0:
+        return f"does not fall with {letter}"
+    return f"= {E:.3g} + {A:.3g} · {letter}^−{alpha:.2f}, exponent between {low:.2f} and {high:.2f} (95%)"
+
+
+def power_law(x, y):
+    """Least squares of E + A x^−α with E, A ≥ 0: x (n,), y (fits, n) -> E, A, α, each (fits,). α by a grid of 1.5%."""
+    exponents, unit = np.geomspace(0.01, 4, 400), math.exp(np.log(x).mean())
+    powers = (x / unit) ** -exponents[:, None]  # (α, n)
+    centred = powers - powers.mean(1, keepdims=True)
+    A = np.maximum(y @ centred.T / (centred**2).sum(1), 0)  # (fits, α)
+    E = y.mean(1, keepdims=True) - A * powers.mean(1)
+    A = np.where(E < 0, y @ powers.T / (powers**2).sum(1), A)
+    E = np.maximum(E, 0)
+    errors = (y**2).sum(1, keepdims=True) + len(x) * E**2 + A**2 * (powers**2).sum(1)
+    errors += 2 * E * A * powers.sum(1) - 2 * E * y.sum(1, keepdims=True) - 2 * A * (y @ powers.T)
+    best = errors.argmin(1)
+    pick = lambda z: z[np.arange(len(y)), best]
+    return pick(E), pick(A) * unit ** exponents[best], exponents[best]
+
+
+def fit_law(x, y, draws=1000, seed=0):
+    """x, y (n,) -> (E, A, α, and the 95% interval of α by drawing residuals, which seeds and points both have)."""
+    E, A, alpha = (z[0] for z in power_law(x, y[None]))
+    fitted = E + A * x**-alpha
+    left = (y - fitted) * math.sqrt(len(x) / max(len(x) - 3, 1))  # three numbers were fitted to them
+    drawn = fitted + np.random.default_rng(seed).choice(left - left.mean(), (draws, len(x)))
+    return E, A, alpha, *np.quantile(power_law(x, drawn)[2], [0.025, 0.975])
+
+
+def lines_of(axes, groups, axis):
+    """{name of what else differs: [(x, group)] by x}; axis: "tokens", or "parameters" (of teachers or sizes)."""
+    size = [name for name in ("teacher", "size") if name in axes]
+    names = [n for n in axes if n not in ({"tokens"} if axis == "tokens" else size)]
+    found = {}
+    for g in groups if axis == "tokens" and "tokens" in axes or axis == "parameters" and size else ():
+        named = [(n, value) for n, value in zip(axes, g["key"]) if n in names]
+        name = " ".join(f"{value:,} tokens" if n == "tokens" else str(value) for n, value in named)
+        x = g["rows"][0]["args"]["tokens"] if axis == "tokens" else g["rows"][0]["scores"]["parameters"]
+        found.setdefault(name or "all", []).append((x, g))
+    return {name: sorted(line, key=lambda point: point[0]) for name, line in found.items()}
+
+
+def draw_runs(path, axes, groups):
+    """A panel a measure: against tokens, else parameters, a line for what else differs; else a point a group."""
+    axis = "tokens" if "tokens" in axes else "parameters" if {"teacher", "size"} & set(axes) else ""
+    measures = [m for m in ("ce", "kl", "answers") if m in groups[0]["found"]]
+    with figure(path, 1, len(measures), figsize=(5.5 * len(measures), 4.5), squeeze=False) as (_, panels):
+        for ax, measure in zip(panels[0], measures):
+            points = lambda gs, m=measure: zip(*(mean_and_sd(g["found"][m]) for g in gs))
+            for name, line in lines_of(axes, groups, axis).items():
+                x, gs = zip(*line)
+                y, error = points(gs)
+                ax.errorbar(x, y, np.nan_to_num(error), marker="o", markersize=3, capsize=2, label=name)
+            if axis:
+                ax.set(xscale="log", xlabel=axis)
+                ax.legend(fontsize=7)
+            else:
+                y, error = points(groups)
+                ax.errorbar(y, range(len(y)), xerr=np.nan_to_num(error), fmt="o")
+                ax.set_yticks(range(len(y)), [" ".join(map(str, g["key"])) for g in groups])
+            (ax.set_ylabel if axis else ax.set_xlabel)(MEASURES[measure])
+
+
 # ------------------------------------------------------------------ python evaluate.py
 
 

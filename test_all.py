@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on this CPU, slowly
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,11 @@ CELLS = list(itertools.product(("none", "head", "channel"), ("add", "delta", "ow
 cells = pytest.mark.parametrize("decay, write", CELLS)
 decaying = pytest.mark.parametrize("decay, write", CELLS[3:])
 FORMS = {"recurrent": recurrent, "chunked": chunked}
+
+
+@pytest.fixture(autouse=True)
+def own_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "TOKENS", tmp_path / ".tokens")
 
 
 def close(got, wanted, tolerance=1e-10):
@@ -1778,6 +1785,13 @@ def call(script, monkeypatch, *words):
     script.main()
 
 
+def raises(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
 def weights_of(out):
     return load_file(surgery.find_checkpoint(out) / "model.safetensors")
 
@@ -2092,8 +2106,9 @@ def test_a_run_is_not_overwritten_or_resumed_as_another(teacher_folder, tmp_path
 @pytest.mark.parametrize("damage", ["cut", "foreign", "incomplete"])
 def test_a_damaged_optimizer_is_one_sentence(teacher_folder, tmp_path, monkeypatch, damage):
     words = command(teacher_folder, tmp_path / "run")
-    call(train, monkeypatch, *words)
-    (tmp_path / "run" / "scores.json").unlink()  # as if it had been killed while scoring
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(train, "finish", raises(KeyboardInterrupt))
+        call(train, monkeypatch, *words)
     file = surgery.find_checkpoint(tmp_path / "run") / "optimizer.safetensors"
     whole = load_file(file)
     if damage == "cut":
@@ -2131,7 +2146,127 @@ def test_every_kind_of_file_is_read(tmp_path, suffix):
 def test_rows_that_are_no_text_are_refused(tmp_path, row):
     (tmp_path / "rows.jsonl").write_text(row)
     with pytest.raises(surgery.BadInput, match="rows.jsonl: .* is no text and no chat"):
-        train.prepare(types.SimpleNamespace(data=str(tmp_path / "rows.jsonl"), context=16), tiny_teacher()[1], 10)
+        train.Text(types.SimpleNamespace(data=str(tmp_path / "rows.jsonl"), context=16), tiny_teacher()[1])
+
+
+def lines_of_text(tmp_path, monkeypatch, n=300, shard=800):
+    (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps({"text": f"line: {i:04d}."}) for i in range(n)))
+    monkeypatch.setattr(train, "SHARD", shard)
+    args = types.SimpleNamespace(data=str(tmp_path / "lines.jsonl"), context=12, tokens=10**6)  # a line is 12 tokens
+    return args, tiny_teacher()[1]
+
+
+def test_text_is_the_same_from_every_step_on(tmp_path, monkeypatch):
+    args, tokenizer = lines_of_text(tmp_path, monkeypatch)
+    text = train.Text(args, tokenizer)
+    whole = text.rows(0, 900, seed=3)
+    numbers = [int(tokenizer.decode(row.tolist())[6:10]) for row in whole]
+    held = {int(tokenizer.decode(row.tolist())[6:10]) for row in text.held}
+    epoch, everything = 300 - len(held), set(range(300)) - held
+    assert set(numbers[:epoch]) == set(numbers[epoch : 2 * epoch]) == everything and numbers[:epoch] != sorted(
+        everything
+    )
+    assert numbers[:epoch] != numbers[epoch : 2 * epoch]
+    assert max(numbers[:60]) < 70 and len(list(text.folder.glob("*.bin"))) == 5  # the buffer is a shard
+    for made in (text, train.Text(args, tokenizer)):  # the second reads what the first wrote
+        for first in (0, 65, 66, 290, 800):
+            assert torch.equal(made.rows(first, 7, seed=3), whole[first : first + 7])
+    joined = text.rows(0, 3, seed=3, length=36)
+    assert joined.shape == (3, 36) and not torch.equal(text.rows(0, 60, seed=4), whole[:60])
+
+
+def test_shards_are_made_by_one_and_checked(tmp_path, monkeypatch):
+    args, tokenizer = lines_of_text(tmp_path, monkeypatch)
+    monkeypatch.setattr(train, "identity", lambda data: "the same")
+    text = train.Text(args, tokenizer)
+    again = train.Text(args, tokenizer)
+    monkeypatch.setattr(train, "ids_from", raises(AssertionError("read twice")))
+    assert torch.equal(again.first, text.first)
+    args.data = str(text.folder)  # taken to another machine
+    assert torch.equal(train.Text(args, tokenizer).first, text.first)
+    with pytest.raises(surgery.BadInput, match="shards of another vocab than this teacher's"):
+        train.Text(args, surgery.bytes_tokenizer(4))
+    other = surgery.Tokenizer(BYTES, surgery.SPLITS["smollm"], {"<|endoftext|>": 256}, 256)
+    with pytest.raises(surgery.BadInput, match="shards of another tokenizer than this teacher's"):
+        train.Text(args, other)
+    binary = text.folder / "shard-00000.bin"
+    binary.write_bytes(binary.read_bytes()[:-8])
+    with pytest.raises(surgery.BadInput, match="not the .* bytes that shard-00000.json tells of"):
+        train.Text(args, tokenizer)
+
+
+def test_a_sweep_is_a_product():
+    words = ["--mixer", "gla,delta", "--seed=0,1", "--option", "conv=0,4", "--keep", "0,1", "--lr", "1e-3"]
+    runs = train.points(words)
+    assert len(runs) == 8 and runs[0] == [
+        "--mixer", "gla", "--seed=0", "--option", "conv=0", "--keep", "0,1", "--lr", "1e-3"
+    ]  # fmt: skip
+    assert len({tuple(run) for run in runs}) == 8 and train.points(["--mixer", "gla"]) == [["--mixer", "gla"]]
+
+
+def swept(folder, out, *more):
+    return command(folder, out, "--mixer", "retnet,delta", "--seed", "0,1", "--tokens", "160,320", *more)
+
+
+def test_a_stopped_sweep_ends_in_the_table_of_a_quiet_one(teacher_folder, tmp_path, monkeypatch, capsys):
+    call(train, monkeypatch, *swept(teacher_folder, tmp_path / "quiet"))
+    step, left = train.one_step, itertools.count(1)
+
+    def dies(*args):
+        if next(left) % 23 == 0:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(train, "one_step", dies)
+    for _ in range(8):
+        try:
+            call(train, monkeypatch, *swept(teacher_folder, tmp_path / "cut"))
+            break
+        except KeyboardInterrupt:
+            continue
+    assert next(left) > 23 * 4
+    monkeypatch.setattr(train, "one_step", raises(AssertionError("a finished run runs again")))
+    call(train, monkeypatch, *swept(teacher_folder, tmp_path / "cut"))
+    quiet, cut = (tmp_path / name / "results.md" for name in ("quiet", "cut"))
+    assert quiet.read_text() == cut.read_text() and (tmp_path / "cut" / "results.png").stat().st_size > 1000
+    for run in (tmp_path / "cut").glob("*-s*"):  # the report needs no run
+        shutil.rmtree(run)
+    call(train, monkeypatch, "--report", tmp_path / "cut")
+    assert quiet.read_text() == cut.read_text()
+
+
+def test_a_broken_run_is_named_and_the_sweep_goes_on(teacher_folder, tmp_path, monkeypatch, capsys):
+    linearize = surgery.linearize
+
+    def breaks(teacher, mixer, **options):
+        if mixer == "retnet" and "run 1" in capsys.readouterr().out:
+            raise RuntimeError("out of something")
+        return linearize(teacher, mixer, **options)
+
+    monkeypatch.setattr(surgery, "linearize", breaks)
+    words = command(teacher_folder, tmp_path / "sweep", "--mixer", "retnet,delta", "--tokens", "160")
+    with pytest.raises(surgery.BadInput, match="1 of 2 runs are broken: retnet-teacher-s0; the table has the others"):
+        call(train, monkeypatch, *words)
+    rows = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
+    assert [row["run"] for row in rows] == ["delta-teacher-s0"]
+    (tmp_path / "sweep" / "notes.txt").write_text("mine")
+    with pytest.raises(surgery.BadInput, match="notes.txt: no run of a sweep"):
+        call(train, monkeypatch, *words)
+    with pytest.raises(surgery.BadInput, match="two runs of this sweep would be there"):
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "twice", "--seed", "1,1"))
+
+
+def test_two_processes_do_not_train_in_one_folder(teacher_folder, tmp_path, monkeypatch):
+    words = command(teacher_folder, tmp_path / "run")
+    monkeypatch.setattr(surgery, "CACHE", tmp_path / ".cache")
+
+    def second(*_):
+        monkeypatch.setattr(train, "go", raises(AssertionError("two at once")))
+        call(train, monkeypatch, *words)
+
+    monkeypatch.setattr(train, "go", second)
+    with pytest.raises(surgery.BadInput, match="run: another process trains there"):
+        call(train, monkeypatch, *words)
 
 
 def test_only_steps_are_checkpoints(tmp_path):
@@ -2560,3 +2695,36 @@ def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "piqa", "--data-dir", tmp_path)
     with pytest.raises(surgery.BadInput, match="did you mean 'piqa'"):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "pika")
+
+
+def finished(name, scores, held, **args):
+    usual = {"mixer": "delta", "seed": 0, "lr": 1e-3, "tokens": 100, "teacher": "t"}
+    return {"run": name, "args": usual | args, "scores": scores, "held": [[0, 9.0], [5, held]]}
+
+
+def test_a_sweep_is_told_by_hand(tmp_path, capsys):
+    scores = lambda ce: {"ce": [ce, 0.1], "teacher_ce": [2.0, 0.1], "kl": [ce - 2.5, 0.1], "agreement": [0.5, 0.1]}
+    rows = [finished(f"a{i}", scores(ce), 1.0, seed=i) for i, ce in enumerate((3.0, 4.0, 5.0))]
+    rows += [finished(f"b{i}", scores(1.0), 1.1, seed=i, lr=3e-3) for i in range(3)]  # validates worse
+    rows += [finished("c", scores(4.5), 2.0, mixer="gla")]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate.report_runs(tmp_path)
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "delta 0.001 3 4.000 ± 1.000 2.000 ± 1.000 1.500 ± 1.000 0.500 ± 0.000" in told
+    assert "gla 0.001 1 4.500 2.500 2.000 0.500" in told
+
+
+def test_laws_are_found_again():
+    x = np.repeat([1e5, 3e5, 1e6, 3e6], 3)
+    hits = 0
+    for trial in range(60):
+        g = np.random.default_rng(trial)
+        E, A, alpha = g.uniform(0, 2), g.uniform(1, 4), g.uniform(0.2, 0.8)
+        y = E + A * (x / 1e5) ** -alpha + 0.005 * A * g.standard_normal(len(x))
+        *_, low, high = evaluate.fit_law(x, y, draws=300)
+        hits += low <= alpha <= high
+    assert hits >= 50  # 57 of 60 are expected
+    E, A, alpha, *_ = evaluate.fit_law(x, 1.5 + 40 * x**-0.3)
+    assert (E, A, alpha) == pytest.approx((1.5, 40, 0.3), rel=0.05)
+    told = evaluate.law(x, 1 + 1e-8 * x, "N"), evaluate.law(x[:9], x[:9], "D")
+    assert told == ("does not fall with N", "not fitted: 3 different D are too few for three numbers; give 4 or more")

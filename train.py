@@ -3,16 +3,19 @@
     python train.py --mixer delta --size 140m                       the whole thing; downloads nothing but the teacher
     python train.py --mixer gated_delta --window 64 --data book.txt a hybrid, on text of your own
     python train.py --mixer delta --size 140m --resume              go on after a kill, to the same bits
+    python train.py --mixer gla,delta --lr 3e-4,1e-3 --seed 0,1     a sweep: every combination, a table, a figure
 
-Top to bottom: flags -> data -> the plan -> checkpoints -> the loop -> the scoreboard. Losses and recipes: distill.py.
-A run is a folder: args.json, metrics.jsonl, heldout.safetensors, step-N/ (a model that `evaluate.py` reads, and the
-optimizer), scores.json, loss.png. The order of the data is a function of --seed and the step, nothing else.
+Top to bottom: flags -> data -> the plan -> checkpoints -> the loop -> the scoreboard -> sweeps. Losses: distill.py.
+A run is a folder: args.json, metrics.jsonl, heldout.safetensors, step-N/ (a model that `evaluate.py` reads, and until
+the end the optimizer), scores.json, loss.png. The order of the data is a function of --seed and the step alone.
 """
 
 import argparse
 import copy
 import dataclasses
 import difflib
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +25,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import typing
 import zlib
 from pathlib import Path
@@ -31,6 +36,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for 2 MB pages:
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import distill
@@ -39,12 +45,19 @@ import surgery
 from mixers import MIXERS
 from surgery import BadInput, find_checkpoint, reading
 
+SHARD = 20_000_000  # tokens of text in a file, and in memory
+TOKENS = surgery.CACHE / "tokens"
+
 # ------------------------------------------------------------------ flags
+
+
+SWEPT = ("--mixer", "--size", "--teacher", "--window", "--option", "--recipe", "--tokens", "--lr", "--seed")  # lists
 
 
 def parser():
     """Every flag. One that may differ when a run goes on is also named in `open_run`."""
-    p = surgery.Parser(description="Linearize a teacher and distil it.", allow_abbrev=False)
+    lists = f"A comma list after {', '.join(SWEPT)} is a sweep over the product, a folder a run."
+    p = surgery.Parser(description=f"Linearize a teacher and distil it. {lists}", allow_abbrev=False)
     g = p.add_argument_group("model")
     g.add_argument("--mixer", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
     sizes = ", ".join([*surgery.SIZES, *surgery.SMALL])
@@ -76,10 +89,11 @@ def parser():
     g.add_argument("--calibrate", type=int, help="sequences to calibrate on first (default 16, a hybrid 0)")
     g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
     g = p.add_argument_group("run")
-    g.add_argument("--out", help="folder of the run (default runs/MIXER-SIZE…)")
+    g.add_argument("--out", help="folder of the run (default runs/MIXER-SIZE…; of a sweep runs/sweep)")
     g.add_argument("--resume", action="store_true", help="go on with the run in that folder")
     g.add_argument("--save-every", type=int, default=60, help="steps between checkpoints (default 60)")
     g.add_argument("--dry-run", action="store_true", help="print the plan, and stop")
+    g.add_argument("--report", metavar="FOLDER", help="draw a sweep's table, fits and figure again, and stop")
     g = p.add_argument_group("machine")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or mps")
     g.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of matmuls (default auto)")
@@ -108,9 +122,30 @@ RANGES = {
 }
 
 
-def read_flags():
-    """The flags, checked and completed (mixer, recipe, calibrate, teacher, out)."""
-    args = parser().parse_args()
+def points(words):
+    """The words of a command line -> one list of words a run: the product of the comma lists after flags of SWEPT."""
+    choices, flag = [], ""
+    for word in words:
+        name, told, value = word.partition("=")
+        if told and name in SWEPT:
+            choices.append([f"{name}={part}" for part in parts_of(name, value)])
+        else:
+            choices.append(parts_of(flag, word))
+        flag = word
+    return [list(run) for run in itertools.product(*choices)]
+
+
+def parts_of(flag, value):
+    """'0,1' after --seed -> ['0', '1']; 'conv=0,4' after --option -> ['conv=0', 'conv=4']."""
+    if flag not in SWEPT or Path(value).exists():
+        return [value]
+    stem = value[: value.find("=") + 1] if flag == "--option" else ""
+    return [stem + part for part in value.removeprefix(stem).split(",")]
+
+
+def read_flags(words):
+    """The flags, checked and completed (mixer, recipe, calibrate, teacher)."""
+    args = parser().parse_args(words)
     if args.student:
         take_student(args)
     args.mixer = args.mixer or "delta"
@@ -123,9 +158,7 @@ def read_flags():
             f"--size {args.size} --teacher {args.teacher}: {', '.join(surgery.SMALL)} go with --teacher none, which "
             "pretrains them; give such a run as --teacher of the next one"
         )
-    usual = "recall" if args.size == "mqar" else "pretrain" if scratch else "hybrid" if args.window else "default"
-    named = "" if args.recipe in (None, usual) else f"-{args.recipe}"
-    args.recipe = args.recipe or usual
+    args.recipe = args.recipe or usual_recipe(args)
     if scratch != (args.recipe in ("pretrain", "recall")):
         raise BadInput(
             f"--recipe {args.recipe} --teacher {args.teacher}: pretrain and recall, and they alone, have none"
@@ -153,11 +186,23 @@ def read_flags():
     args.teacher = args.teacher or args.size
     if args.tokenizer and not scratch:
         raise BadInput(f"--tokenizer {args.tokenizer}: a teacher brings its own; leave it out")
-    teacher = args.size if scratch else Path(args.teacher).name.removesuffix(".gguf").lower()
-    window = f"-w{args.window}" if args.window else ""
-    name = f"{args.mixer}-{teacher}{window}-s{args.seed}" if not args.student else Path(args.student).name
-    args.out = args.out or f"runs/{name}{f'-{args.recipe}' if args.student else named}"
     return args
+
+
+def name_of(args):
+    """The folder of a run, if not told."""
+    if args.student:
+        return f"{Path(args.student).name}-{args.recipe}"
+    teacher = args.size if args.teacher == "none" else Path(args.teacher).name.removesuffix(".gguf").lower()
+    recipe = "" if args.recipe == usual_recipe(args) else f"-{args.recipe}"
+    return f"{args.mixer}-{teacher}{f'-w{args.window}' if args.window else ''}-s{args.seed}{recipe}"
+
+
+def usual_recipe(args):
+    """The recipe, if not told."""
+    if args.teacher == "none":
+        return "recall" if args.size == "mqar" else "pretrain"
+    return "hybrid" if args.window else "default"
 
 
 def take_student(args):
@@ -237,64 +282,124 @@ def ids_of(document, tokenizer, source):
     return ids
 
 
-def ids_from(args, tokenizer):
-    """Yield the ids of each document of --data, or of each exercise of mqar:N."""
+def ids_from(args, tokenizer, start=0):
+    """Yield the ids of each document of --data, or of each exercise of mqar:N, from number `start` on."""
     if not (args.data or "").startswith("mqar:"):
-        yield from (ids_of(document, tokenizer, args.data) for document in evaluate.documents(args.data))
+        documents = itertools.islice(evaluate.documents(args.data), start, None)
+        yield from (ids_of(document, tokenizer, args.data) for document in documents)
     elif not args.data[5:].isdecimal() or tokenizer.vocab < 257 + 512:
         raise BadInput(f"--data {args.data}: wanted mqar:8, eight pairs to recall, and --teacher none --size mqar")
     else:
-        yield from (np.where(x < 0, x - 257, x + 257) for x in evaluate.recall(int(args.data[5:]), args.context))
+        exercises = itertools.islice(evaluate.recall(int(args.data[5:]), args.context), start, None)
+        yield from (np.where(x < 0, x - 257, x + 257) for x in exercises)
 
 
-def prepare(args, tokenizer, needed):
-    """-> (training windows, at most 8k tokens or 16 windows held out), each (n, context): every 50th is held out.
+def identity(data):
+    """What --data is made of: other text, other shards."""
+    path = Path(data or "")
+    if data and path.exists():
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        return [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return data or [platform.python_version(), torch.__version__, np.__version__]
 
-    Documents are taken in order until there are 20M tokens or as many as `needed`, whichever is more; a run that needs
-    more than there is goes round again.
+
+class Text:
+    """--data as tokens on disk, made once for all runs: shard k is shard-k.bin, int32 and mapped, beside shard-k.json.
+
+    A shard is whole documents, SHARD tokens or a little more; ~id is read but not learned. It is made when it is first
+    wanted, the next one meanwhile. The order of a run is one permutation a shard and epoch, which --seed decides: what
+    is read at a step is known without reading what came before. Every 50th window of shard 0 is held out.
     """
-    parts, total, start = [], 0, time.time()
-    for ids in ids_from(args, tokenizer):
-        parts.append(np.array(ids, np.int32))
-        total += len(ids)
-        if total > max(needed, 2_000_000 if args.size == "mqar" else 20_000_000):
-            break
-    if not total:
-        raise BadInput(f"--data {args.data}: no text in it, or no chat in which the assistant speaks; give some")
-    n = total // args.context
-    if n < 2:
-        raise BadInput(
-            f"--data {args.data}: {total} tokens, but training and held-out text need a context of {args.context} "
-            "each; give more text or a smaller --context"
-        )
-    windows = torch.from_numpy(np.concatenate(parts)[: n * args.context]).view(n, args.context)
-    held = torch.arange(n) % 50 == min(n, 50) - 1
-    shuffled = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))
-    shuffled = shuffled[: max(16, 8192 // args.context)]
-    name = args.data or "docstrings of Python, torch and numpy"
-    took = f"{(n - int(held.sum())) * args.context:,} tokens to train on, {time.time() - start:.0f} s to read"
-    print(f"data: {name}: {took}, {len(shuffled)} windows held out")
-    return windows[~held], windows[held][shuffled].long()
 
+    def __init__(self, args, tokenizer):
+        made, given = f"{tokenizer.to_json()}{tokenizer.eos}{tokenizer.chat}", Path(args.data or "")
+        self.args, self.tokenizer, self.coming, self.ahead = args, tokenizer, (0, 0, None), None
+        self.about = {"vocab": tokenizer.vocab, "tokenizer": hashlib.sha1(made.encode()).hexdigest()}
+        self.exercises = (args.data or "").startswith("mqar:")
+        parts = [self.about, identity(args.data), args.context if self.exercises else None]
+        self.given = bool(args.data and list(given.glob("shard-*.json")))
+        self.folder = given if self.given else TOKENS / hashlib.sha1(json.dumps(parts).encode()).hexdigest()[:16]
+        tokens, self.header = self.shard(0)
+        n = len(tokens) // args.context
+        if n < 2:
+            raise BadInput(
+                f"--data {args.data}: {len(tokens)} tokens, but training and held-out text need a context of "
+                f"{args.context} each; give more text or a smaller --context"
+            )
+        windows = tokens[: n * args.context].view(n, args.context)
+        held = torch.arange(n) % 50 == min(n, 50) - 1
+        some = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))
+        self.first, self.held = windows[~held], windows[held][some[: max(16, 8192 // args.context)]].long()
+        self.checksum = f"{zlib.crc32(self.first.numpy()):08x}"  # which text this is, for --resume
 
-def checksum(windows):
-    """Which text this is, for --resume."""
-    return f"{zlib.crc32(windows.numpy()):08x}"
+    def shard(self, k):
+        """-> (tokens (n,), its header), or None beyond the last; another process that is making it is waited for."""
+        file = self.folder / f"shard-{k:05d}.json"
+        if k and surgery.read_json(self.folder / f"shard-{k - 1:05d}.json")["last"]:
+            return None
+        if not self.given:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / "lock"):
+                if not file.exists():
+                    self.make(k, file)
+        header = surgery.read_json(file)
+        if wrong := [name for name, value in self.about.items() if header.get(name) != value]:
+            raise BadInput(f"--data {self.folder}: shards of another {wrong[0]} than this teacher's; make them again")
+        binary, n = file.with_suffix(".bin"), header["tokens"]
+        if not binary.exists() or binary.stat().st_size != 4 * n:
+            raise BadInput(f"{binary}: not the {4 * n} bytes that {file.name} tells of; delete both")
+        return torch.from_file(str(binary), size=n, dtype=torch.int32) if n else torch.zeros(0).int(), header
 
+    def make(self, k, file):
+        """Write shard k: the documents after those of the shards before it."""
+        at, documents, source = self.coming
+        if source is None or at != k:
+            documents = surgery.read_json(self.folder / f"shard-{k - 1:05d}.json")["documents"] if k else 0
+            source = ids_from(self.args, self.tokenizer, documents)
+        parts, total, size = [np.zeros(0, np.int32)], 0, 2_000_000 if self.exercises else SHARD
+        while total <= size and (ids := next(source, None)) is not None:
+            parts.append(np.array(ids, np.int32))
+            total, documents = total + len(ids), documents + 1
+        if not total and not k:
+            given = self.args.data
+            raise BadInput(f"--data {given}: no text in it, or no chat in which the assistant speaks; give some")
+        self.coming = (k + 1, documents, source)
+        tokens, last = np.concatenate(parts), total <= size
+        header = self.about | {"documents": documents, "tokens": total, "last": last, "chats": bool((tokens < 0).any())}
+        for path, content in ((file.with_suffix(".bin"), tokens.tobytes()), (file, json.dumps(header).encode())):
+            path.with_suffix(".tmp").write_bytes(content)
+            path.with_suffix(".tmp").replace(path)
 
-def rows_at(windows, first, n, seed, length=None):
-    """Sequences first … first + n − 1 of a run: rows of a permutation that only seed and epoch decide.
+    def windows(self, k, length):
+        """Shard k in rows of `length` tokens, over the gaps of held-out windows; None beyond the last."""
+        if k:
+            found = self.shard(k)
+            return found and found[0][: len(found[0]) // length * length].view(-1, length)
+        return self.first.flatten()[: self.first.numel() // length * length].view(-1, length)
 
-    length: windows are joined, in the order of the text and over the gaps of held-out ones, to sequences so long, which
-    have an order of their own.
-    """
-    if length:
-        windows = windows.flatten()[: windows.numel() // length * length].view(-1, length)
-    places, rows = torch.arange(first, first + n), []
-    for epoch in sorted({int(p) // len(windows) for p in places}):
-        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed * 1000 + epoch))
-        rows.append(order[places[places // len(windows) == epoch] % len(windows)])
-    return windows[torch.cat(rows)].long()
+    def rows(self, first, n, seed, length=None):
+        """Sequences first … first + n − 1 of a run, (n, length), --context long if not told."""
+        found, at, epoch, k = [], 0, 0, 0
+        while n:
+            windows = self.windows(k, length or self.args.context)
+            if windows is None:
+                epoch, k = epoch + 1, 0
+                continue
+            if first < at + len(windows):
+                g = torch.Generator().manual_seed(seed * 1000 + epoch + (k << 32))
+                rows = torch.randperm(len(windows), generator=g)[first - at : first - at + n]
+                found.append(windows[rows].long())
+                first, n = first + len(rows), n - len(rows)
+                self.prepare(k + 1)
+            at, k = at + len(windows), k + 1
+        return torch.cat(found)
+
+    def prepare(self, k):
+        """Make shard k beside the training, if the run will come to it."""
+        if self.ahead == k or self.exercises or (self.args.tokens or 0) < k * SHARD:
+            return
+        self.ahead = k
+        threading.Thread(target=self.shard, args=(k,), daemon=True).start()
 
 
 # ------------------------------------------------------------------ the plan
@@ -374,34 +479,39 @@ def memory(student, leg, args, dtype):
     return (4 + dtype.itemsize) * size + 12 * trained + activations + vocabulary + 2**30
 
 
-def announce(args, student, legs, rate, dtype, windows):
-    """Print a row a stage, and in all the state, work, minutes and memory to expect; BadInput where they can't be."""
-    print(f"{'stage':<10}{'tokens':>12}{'steps':>8}{'sequences':>12}{'lr':>9} schedule  trains {'TFLOP':>9}{'GiB':>6}")
-    total, most = 0.0, 0.0
-    for leg in legs:
-        stage, tokens = leg.stage, (leg.stop - leg.start) * leg.sequences * leg.length
-        work, need = flops_per_token(student, stage) * tokens, memory(student, leg, args, dtype) / 2**30
-        shape = f"{leg.sequences} × {leg.length}"
-        row = f"{stage.loss:<10}{tokens:>12,}{leg.stop - leg.start:>8,}{shape:>12}{stage.lr:>9.1e} {stage.schedule:<9}"
-        print(f"{row} {stage.trains:<7}{work / 1e12:>9,.0f}{need:>6.1f}")
-        total, most = total + work, max(most, need)
-    state, here = sum(block.mixer.state_size(args.context) for block in student.blocks), math.inf
+def costs(args, student, legs, dtype):
+    """-> [(FLOPs, GiB at most)] of the legs; BadInput where this machine or this model cannot have them."""
+    work = [flops_per_token(student, leg.stage) * (leg.stop - leg.start) * leg.sequences * leg.length for leg in legs]
+    needed, here = [memory(student, leg, args, dtype) / 2**30 for leg in legs], math.inf
     if torch.device(args.device).type == "cpu" and hasattr(os, "sysconf"):
         here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if max(needed) > here:
+        raise BadInput(
+            f"about {max(needed):.0f} GiB needed, {here:.0f} are here; --micro-batch 1, --recompute or less --context"
+        )
     longest, places = max(leg.length for leg in legs), student.config.context if student.config.learned else math.inf
-    if most > here:
-        raise BadInput(
-            f"about {most:.0f} GiB needed, {here:.0f} are here; --micro-batch 1, --recompute or less --context"
-        )
-    if max(longest, args.calibrate * args.context) > windows.numel():
-        raise BadInput(
-            f"--data {args.data}: {windows.numel():,} tokens are too few for --calibrate or a longer context"
-        )
     if longest > places:
         raise BadInput(
             f"--recipe {args.recipe}: {longest} tokens, this model has learned {places} positions; less --context"
         )
-    print(f"state {state:,} floats; about {total / rate / 60 + 1:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
+    return list(zip(work, needed))
+
+
+def announce(args, student, legs, rate, dtype):
+    """Print a row a stage, then the state, and the minutes to expect."""
+    print(f"{'stage':<10}{'tokens':>12}{'steps':>8}{'sequences':>12}{'lr':>9} schedule  trains {'TFLOP':>9}{'GiB':>6}")
+    found = costs(args, student, legs, dtype)
+    for leg, (work, needed) in zip(legs, found):
+        stage, steps, shape = leg.stage, leg.stop - leg.start, f"{leg.sequences} × {leg.length}"
+        row = f"{stage.loss:<10}{steps * leg.sequences * leg.length:>12,}{steps:>8,}{shape:>12}{stage.lr:>9.1e}"
+        print(f"{row} {stage.schedule:<9} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}")
+    state, minutes = sum(block.mixer.state_size(args.context) for block in student.blocks), minutes_of(found, rate)
+    print(f"state {state:,} floats; about {minutes:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
+
+
+def minutes_of(found, rate):
+    """How long the legs of `costs` take, with a minute to load and to score."""
+    return sum(work for work, _ in found) / rate / 60 + 1
 
 
 def rate_at(leg, step, cuts):
@@ -488,7 +598,7 @@ def restore(folder, optimizer, student):
 
 def open_run(args):
     """-> (folder of the run, what its args.json says; {} for a new run)."""
-    folder, kept = Path(args.out), ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run")
+    folder, kept = Path(args.out), ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run", "report")
     mine = {k: v for k, v in vars(args).items() if k not in kept}
     if not args.resume:
         if folder.exists() and not args.dry_run:
@@ -506,26 +616,28 @@ def open_run(args):
     return folder, theirs
 
 
-def record(folder, args, source, windows, tokens):
+def record(folder, args, source, text):
     """What must be known to repeat the run, before step 1."""
     from safetensors.torch import save_file
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
+    for left in folder.parent.glob(f".{folder.name}.*"):  # by a kill
+        shutil.rmtree(left)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     temporary.chmod(0o755)
     asked = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
     facts = {
         "source": source,
-        "text": checksum(windows),
+        "text": text.checksum,
         "commit": asked.stdout.strip() or None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    save_file({"tokens": tokens}, temporary / "heldout.safetensors")
+    save_file({"tokens": text.held}, temporary / "heldout.safetensors")
     (temporary / "args.json").write_text(json.dumps(vars(args) | facts, indent=1))
     temporary.rename(folder)
 
@@ -542,8 +654,7 @@ class Run:
     student: torch.nn.Module
     teacher: torch.nn.Module  # None in a pretraining
     tokenizer: object
-    windows: torch.Tensor
-    held: torch.Tensor
+    text: Text
     legs: list
     dtype: torch.dtype
 
@@ -578,7 +689,7 @@ def train(run, first):
             )
             lr = rate_at(leg, step, cuts)
             row = leg.row + (step - leg.start) * leg.sequences
-            tokens = rows_at(run.windows, row, leg.sequences, args.seed, leg.length).to(args.device)
+            tokens = run.text.rows(row, leg.sequences, args.seed, leg.length).to(args.device)
             losses = one_step(run, tokens, stage, optimizer, lr)
             trained += tokens.numel()
             speed = trained / (time.time() - began)
@@ -612,7 +723,7 @@ def validate(run, stage, sequences=4):
 
     "ce", of what is to be learned, where there is no teacher and where a stage learns answers.
     """
-    tokens, learn = distill.unmark(run.held[:sequences].to(run.args.device))
+    tokens, learn = distill.unmark(run.text.held[:sequences].to(run.args.device))
     name = "kl" if run.teacher and stage.loss != "sft" else "ce"
     with run.autocast():
         options = {"kl": 1.0} if name == "kl" else {"kl": 0.0, "ce": 1.0, "learn": learn}
@@ -676,11 +787,19 @@ def finish(run, minutes):
     """The scoreboard, saved; the figure, a sample of both, and how to go on."""
     args, folder = run.args, run.folder
     with run.autocast():
-        scores = evaluate.heldout(run.student, run.teacher, run.held.to(args.device))
+        scores = evaluate.heldout(run.student, run.teacher, run.text.held.to(args.device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     facts = {"minutes": round(minutes, 1), "peak_gb": round(peak, 2), "tokens": args.tokens, "seed": args.seed}
-    (folder / "scores.json").write_text(json.dumps(scores | facts, indent=1))
+    facts["parameters"] = sum(p.numel() for p in run.student.parameters())
+    facts["state"] = sum(block.mixer.state_size(args.context) for block in run.student.blocks)
     picture(folder)
+    (folder / "scores.json.tmp").write_text(json.dumps(scores | facts, indent=1))
+    (folder / "scores.json.tmp").replace(folder / "scores.json")
+    *older, last = surgery.checkpoints(folder)  # a finished run goes no further
+    for waste in older:
+        shutil.rmtree(waste)
+    for name in ("optimizer.safetensors", "lora.safetensors"):
+        (last / name).unlink(missing_ok=True)
     print("\n" + evaluate.scoreboard(scores))
     for name, model in (("teacher", run.teacher), ("student", run.student)):
         if model:
@@ -723,11 +842,28 @@ def models(args):
     return teacher, tokenizer, surgery.linearize(teacher, args.mixer, window=args.window, **options).to(args.device)
 
 
-def main():
+def distil(args):
     """One run, from its flags to its scoreboard."""
-    args, began = read_flags(), time.time()
     folder, begun = open_run(args)
-    newest = find_checkpoint(folder) if begun else None
+    if begun and (folder / "scores.json").exists():
+        print(f"{folder} is finished; score it with: python evaluate.py {folder}")
+        return
+    mark = surgery.CACHE / "locks" / hashlib.sha1(str(folder.resolve()).encode()).hexdigest()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(mark, timeout=0):
+            go(args, folder, begun)
+    except Timeout:
+        raise Busy(f"{folder}: another process trains there; wait for it, or give another --out") from None
+
+
+class Busy(BadInput):
+    """Another process is at this run."""
+
+
+def go(args, folder, begun):
+    """What a run is made of, its plan, every step, the scoreboard."""
+    began, newest = time.time(), find_checkpoint(folder) if begun else None
     dtype, why = evaluate.precision(args.device, args.precision)
     matmuls = f"{str(dtype).removeprefix('torch.')} matmuls: {why}"
     print(f"device: {args.device}, {torch.get_num_threads()} threads; {matmuls}; state in float32")
@@ -735,21 +871,18 @@ def main():
     source = student.config.source
     if begun and begun.get("source") != source:
         raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
-    recipe = recipe_of(args, student)
-    rate = flops_per_second(args.device, dtype)
-    if not args.tokens:  # nine minutes of steps: the tenth goes to loading and scoring
-        per_token = sum(stage.fraction * flops_per_token(student, stage) for stage in recipe)
-        args.tokens = max(int(540 * rate / per_token / 10_000), 1) * 10_000
-    windows, held = prepare(args, tokenizer, args.tokens)
-    if begun and begun.get("text") != checksum(windows):
+    recipe, rate = recipe_of(args, student), flops_per_second(args.device, dtype)
+    args.tokens = args.tokens or tokens_for(student, recipe, rate)
+    text = read_text(args, tokenizer)
+    if begun and begun.get("text") != text.checksum:
         raise BadInput(f"--resume: the text of --data {args.data} has changed since {folder} began; start a new run")
-    if args.recipe in ("sft", "recall") and windows.min() >= 0:
-        raise BadInput(
-            f"--recipe {args.recipe} --data {args.data}: no chats in it; give rows with 'messages' (or mqar:8)"
-        )
     surgery.report(student)
     legs = plan(args, recipe)
-    announce(args, student, legs, rate, dtype, windows)
+    if max(args.calibrate * args.context, *(leg.length for leg in legs)) > text.first.numel():
+        raise BadInput(
+            f"--data {args.data}: {text.first.numel():,} tokens are too few for --calibrate or a longer context"
+        )
+    announce(args, student, legs, rate, dtype)
     if args.dry_run:
         return
     original = teacher  # the student trains the weights that it shares with it
@@ -758,18 +891,33 @@ def main():
     if newest:
         student = surgery.load(newest, device=args.device)[0]
     elif not begun:
-        record(folder, args, source, windows, held)
+        record(folder, args, source, text)
     if not newest:
-        start(args, student, teacher, original, windows, dtype)
+        start(args, student, teacher, original, text, dtype)
     del original
-    first = int(newest.name.split("-")[1]) if newest else 0
-    if first == legs[-1].stop and (folder / "scores.json").exists():
-        print(f"{folder} is finished; score it with: python evaluate.py {folder}")
-        return
     student.recompute = args.recompute
-    run = Run(args, folder, student, teacher, tokenizer, windows, held, legs, dtype)
-    train(run, first)
+    run = Run(args, folder, student, teacher, tokenizer, text, legs, dtype)
+    train(run, int(newest.name.split("-")[1]) if newest else 0)
     finish(run, (time.time() - began) / 60)
+
+
+def tokens_for(student, recipe, rate):
+    """Nine minutes of steps on this machine: with loading and scoring ten."""
+    return max(int(540 * rate / sum(s.fraction * flops_per_token(student, s) for s in recipe) / 10_000), 1) * 10_000
+
+
+def read_text(args, tokenizer):
+    """The Text of --data, and a line about it."""
+    began, text = time.time(), Text(args, tokenizer)
+    if args.recipe in ("sft", "recall") and not text.header["chats"]:
+        raise BadInput(
+            f"--recipe {args.recipe} --data {args.data}: no chats in it; give rows with 'messages' (or mqar:8)"
+        )
+    more = "" if text.header["last"] else ", and more when they are needed"
+    name, took = args.data or "docstrings of Python, torch and numpy", time.time() - began
+    told = f"{text.first.numel():,} tokens to train on{more}, {took:.0f} s to read, {len(text.held)} windows held out"
+    print(f"data: {name}: {told}")
+    return text
 
 
 def recipe_of(args, student):
@@ -786,9 +934,9 @@ def recipe_of(args, student):
     return recipe
 
 
-def start(args, student, teacher, original, windows, dtype):
+def start(args, student, teacher, original, text, dtype):
     """Calibrate, and choose the layers of --keep auto:K: the student that step 0 sees."""
-    rows = lambda first, n: distill.unmark(rows_at(windows, first, n, args.seed).to(args.device))[0]
+    rows = lambda first, n: distill.unmark(text.rows(first, n, args.seed).to(args.device))[0]
     with evaluate.autocast(args.device, dtype):
         if args.calibrate:
             found = distill.calibrate(student, teacher, rows(0, args.calibrate))
@@ -803,6 +951,83 @@ def start(args, student, teacher, original, windows, dtype):
     if auto:
         print("KL with one layer softmax again: " + ", ".join(f"{i}: {kl:.3f}" for kl, i in ranks))
         print(f"--keep {args.keep} keeps {','.join(str(i) for i in sorted(i for _, i in ranks[:auto]))}")
+
+
+# ------------------------------------------------------------------ sweeps
+
+
+def sweep(runs):
+    """Every run that is not finished, one after the other; then the report. Another process may be at it as well."""
+    folder = Path(runs[0].out or "runs/sweep")
+    name_runs(runs, folder)
+    for args in runs:
+        args.resume = Path(args.out).exists()
+        open_run(args)
+    predict(runs)
+    if runs[0].dry_run:
+        return
+    broken, elsewhere = [], []
+    for i, args in enumerate(runs):
+        print(f"\n--- run {i + 1} of {len(runs)}: {args.out}")
+        try:
+            args.resume = Path(args.out).exists()  # another process may have begun it meanwhile
+            distil(args)
+        except Busy:
+            elsewhere.append(Path(args.out).name)
+        except Exception as error:
+            broken.append(Path(args.out).name)
+            print(f"broken: {args.out}: {error}", file=sys.stderr)
+            None if isinstance(error, BadInput) else traceback.print_exc()
+    evaluate.report_runs(folder)
+    if elsewhere:
+        print(f"left to another process: {', '.join(elsewhere)}")
+    if broken:
+        raise BadInput(f"{len(broken)} of {len(runs)} runs are broken: {', '.join(broken)}; the table has the others")
+
+
+def name_runs(runs, folder):
+    """Give each its own folder in `folder`, where nothing but runs and their report may be."""
+    for left in folder.iterdir() if folder.exists() else ():
+        if not (left / "args.json").exists() and left.stem != "results" and left.name[0] != ".":
+            raise BadInput(f"--out {left}: no run of a sweep; move it away, or give another --out")
+    told = {name: {str(getattr(args, name)) for args in runs} for name in ("option", "tokens", "lr")}
+    for args in runs:
+        more = [f"{name}={getattr(args, name)}" for name in ("tokens", "lr") if len(told[name]) > 1]
+        more += args.option if len(told["option"]) > 1 else []
+        args.out = str(folder / "-".join([name_of(args), *more]))
+    if twice := {args.out for args in runs if sum(other.out == args.out for other in runs) > 1}:
+        raise BadInput(f"{min(twice)}: two runs of this sweep would be there; a value stands twice, or names are alike")
+
+
+def predict(runs):
+    """Print what each run will take; BadInput where one cannot be."""
+    dtype, _ = evaluate.precision(runs[0].device, runs[0].precision)
+    rate, total, built = flops_per_second(runs[0].device, dtype), 0.0, None
+    for args in runs:
+        if (Path(args.out) / "scores.json").exists():
+            print(f"{args.out:<60} finished")
+            continue
+        shape = (args.teacher, args.size, args.mixer, args.window, args.keep, args.option, args.student)
+        if shape != built:
+            student, built = models(args)[2], shape
+        recipe = recipe_of(args, student)
+        tokens = args.tokens or tokens_for(student, recipe, rate)
+        found = costs(args, student, plan(argparse.Namespace(**vars(args) | {"tokens": tokens}), recipe), dtype)
+        total += minutes_of(found, rate)
+        print(f"{args.out:<60}{minutes_of(found, rate):>6,.0f} minutes{max(gib for _, gib in found):>7.1f} GiB")
+    print(f"{len(runs)} runs, about {total:,.0f} minutes; given again, the command goes on where it was")
+
+
+def main():
+    """A run, a sweep of them, or the report of one."""
+    told = parser().parse_known_args()[0] if "--report" in sys.argv else None
+    if told:
+        return evaluate.report_runs(Path(told.report))
+    runs = [read_flags(words) for words in points(sys.argv[1:])]
+    if len(runs) > 1:
+        return sweep(runs)
+    runs[0].out = runs[0].out or f"runs/{name_of(runs[0])}"
+    return distil(runs[0])
 
 
 if __name__ == "__main__":
