@@ -928,7 +928,7 @@ def draw_mixers(path, teacher_name, columns=5):
 # ------------------------------------------------------------------ a sweep's runs, side by side
 
 MACHINE = {"out", "resume", "save_every", "micro_batch", "recompute", "dry_run", "report", "device", "commit", "torch"}
-MACHINE |= {"python", "threads", "date", "text", "source"}  # what of args.json is no choice between runs
+MACHINE |= {"shard", "python", "threads", "date", "text", "source"}  # what of args.json is no choice between runs
 MEASURES = {"ce": "CE", "gap": "CE − teacher's", "kl": "KL", "agreement": "same top token", "answers": "answers right"}
 
 

@@ -948,19 +948,28 @@ def plain_weights(model):
         if inside and part == "original":
             found[f"{stem}.weight"] = model.get_submodule(stem).weight.detach().contiguous()
         elif not inside and not (name == "head.weight" and model.config.tied):
-            found[name] = w.contiguous()
+            found[name] = whole(w).contiguous()
     return found
+
+
+def whole(x):
+    """A tensor gathered from all processes, if each has a part of it."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def save(model, tokenizer, folder):
     """Write config.json, model.safetensors and the tokenizer into folder (made if need be)."""
     from safetensors.torch import save_file
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(plain_weights(model), folder / "model.safetensors")
+    save_about(model.config, tokenizer, folder)
+    save_file(plain_weights(model), Path(folder) / "model.safetensors")
+
+
+def save_about(config, tokenizer, folder):
+    """All of that but the weights."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, folder)
-    (folder / "config.json").write_text(json.dumps({"nanolinear": 1} | dataclasses.asdict(model.config), indent=1))
+    Path(folder, "config.json").write_text(json.dumps({"nanolinear": 1} | dataclasses.asdict(config), indent=1))
 
 
 def checkpoints(folder):

@@ -2008,15 +2008,98 @@ def test_kill_minus_nine(teacher_folder, tmp_path, monkeypatch):
     assert all(torch.equal(quiet[name], killed[name]) for name in quiet)
 
 
-def test_full_disk_keeps_the_last_checkpoint(teacher_folder, tmp_path, monkeypatch):
-    save = surgery.save
+def processes(n, words):
+    """train.py in n processes, started."""
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", train.__file__]
+    quiet = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*how, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=quiet)
 
-    def full(model, tokenizer, folder):
-        save(model, tokenizer, folder)
+
+def losses_of(out):
+    rows = train.rows_of(out / "metrics.jsonl")
+    return torch.tensor([[row["step"], row.get("loss", row.get("value"))] for row in rows], dtype=torch.float64)
+
+
+RUNS = {recipe: ["--mixer", "gated_delta", "--recipe", recipe] for recipe in ("mohawk", "haller", "supra", "radlads")}
+RUNS |= {
+    recipe: ["--mixer", "hedgehog", "--window", "4", "--option", "blend=shared", "--recipe", recipe]
+    for recipe in ("hedgehog", "lolcats")
+}
+FEW = [("mohawk", 2, ""), ("mohawk", 2, "--shard")]
+MANY = [
+    (name, n, shard)
+    for name in RUNS
+    for n in (2, 4)
+    for shard in ("", "--shard")
+    if (name, shard) != ("lolcats", "--shard")
+]
+together = pytest.mark.parametrize("name, n, shard", FEW + [pytest.param(*run, marks=pytest.mark.slow) for run in MANY])
+
+
+@together
+def test_several_processes_are_one(teacher_folder, tmp_path, monkeypatch, name, n, shard):
+    more = [*RUNS[name], "--tokens-per-step", "256", "--tokens", "5120", *([shard] if shard else [])]
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "one", *more[: -1 if shard else None]))
+    process = processes(n, command(teacher_folder, tmp_path / "several", *more))
+    assert process.communicate()[1] and process.returncode == 0
+    one, several = losses_of(tmp_path / "one"), losses_of(tmp_path / "several")
+    assert len(one) >= 20
+    close(several, one, 1e-5)
+
+
+def test_a_run_goes_on_in_more_processes(teacher_folder, tmp_path, monkeypatch):
+    more = [*RUNS["mohawk"], "--tokens-per-step", "64", "--tokens", "1280"]
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "quiet", *more))
+    step, left = train.one_step, itertools.count()
+    monkeypatch.setattr(
+        train, "one_step", lambda *args: raises(KeyboardInterrupt)() if next(left) > 12 else step(*args)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "run", *more))
+    process = processes(2, command(teacher_folder, tmp_path / "run", *more, "--resume", "--shard"))
+    told = process.communicate()[1]
+    assert process.returncode == 0, told
+    close(losses_of(tmp_path / "run"), losses_of(tmp_path / "quiet"), 1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_run_and_loses_nothing(teacher_folder, tmp_path, monkeypatch):
+    """Ten times kill -9 of one of two or four, gone on by another number of them; then the losses of a quiet run."""
+    more, random = [*RUNS["mohawk"], "--tokens-per-step", "64", "--tokens", "12800"], torch.Generator().manual_seed(0)
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "quiet", *more))
+    words, metrics = command(teacher_folder, tmp_path / "run", *more), tmp_path / "run" / "metrics.jsonl"
+    for kill in range(10):
+        resume, before = ["--resume"] * (kill > 0), metrics.stat().st_size if kill else 0
+        process = processes(4 if kill % 3 else 2, [*words, *resume, *["--shard"] * (kill % 2)])
+        while process.poll() is None and (not metrics.exists() or metrics.stat().st_size <= before):
+            time.sleep(0.02)
+        time.sleep(torch.rand(1, generator=random).item())
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[kill % len(children)]), 9)
+        began, told = time.time(), process.communicate()[1]
+        assert process.returncode and "exitcode  : -9" in told and time.time() - began < 60
+        if kill == 4:  # one alone, for a while
+            step, left = train.one_step, itertools.count()
+            with monkeypatch.context() as alone, pytest.raises(KeyboardInterrupt):
+                alone.setattr(
+                    train,
+                    "one_step",
+                    lambda *args, s=step, n=left: raises(KeyboardInterrupt)() if next(n) > 20 else s(*args),
+                )
+                call(train, monkeypatch, *words, "--resume")
+    call(train, monkeypatch, *words, "--resume")
+    close(losses_of(tmp_path / "run"), losses_of(tmp_path / "quiet"), 1e-4)
+
+
+def test_full_disk_keeps_the_last_checkpoint(teacher_folder, tmp_path, monkeypatch):
+    save = surgery.save_about
+
+    def full(config, tokenizer, folder):
+        save(config, tokenizer, folder)
         if surgery.find_checkpoint(tmp_path / "run"):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(surgery, "save", full)
+    monkeypatch.setattr(surgery, "save_about", full)
     with pytest.raises(surgery.BadInput, match="No space left .* step-00000005 is whole; make room and --resume"):
         call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))
     assert [p.name for p in (tmp_path / "run").glob("step*")] == ["step-00000005"]

@@ -36,6 +36,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for 2 MB pages:
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
@@ -47,6 +48,7 @@ from surgery import BadInput, find_checkpoint, reading
 
 SHARD = 20_000_000  # tokens of text in a file, and in memory
 TOKENS = surgery.CACHE / "tokens"
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun's processes
 
 # ------------------------------------------------------------------ flags
 
@@ -97,6 +99,7 @@ def parser():
     g = p.add_argument_group("machine")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or mps")
     g.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of matmuls (default auto)")
+    g.add_argument("--shard", action="store_true", help="under torchrun: a part of the weights in each process (FSDP)")
     return p
 
 
@@ -170,7 +173,7 @@ def read_flags(words):
     if args.calibrate is None:
         args.calibrate = 0 if args.window or scratch or args.student else 16
     if args.tokens_per_step is None:
-        args.tokens_per_step = args.context * (16 if scratch else 1)
+        args.tokens_per_step = args.context * (16 if scratch else WORLD)
     for name, (low, high) in RANGES.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -179,6 +182,8 @@ def read_flags(words):
         raise BadInput("--calibrate 1: wanted 0, or at least 2 (one window chooses among the fits to the others)")
     if args.window > args.context:
         raise BadInput(f"--window {args.window}: wanted at most --context {args.context}, else it would never slide")
+    if args.shard and WORLD == 1:
+        raise BadInput("--shard: one process has nothing to share; start it by torchrun --nproc_per_node=2 train.py …")
     with reading(f"--device {args.device}", "try --device cpu"):
         if torch.device(args.device).type not in ("cpu", "cuda", "mps"):
             raise ValueError("not cpu, cuda or mps")
@@ -422,6 +427,11 @@ def plan(args, recipe):
     for stage in recipe:
         length = args.context * stage.context
         sequences = max(args.tokens_per_step // length, 1)
+        if sequences % WORLD:
+            raise BadInput(
+                f"--tokens-per-step {args.tokens_per_step}: {sequences} sequences of {length} a step do not go round "
+                f"{WORLD} processes; wanted a multiple of {WORLD * length}"
+            )
         steps = max(round(args.tokens * stage.fraction / (sequences * length)), 1)
         legs.append(Leg(stage, at, at + steps, sequences, length, used // length))
         at, used = at + steps, used + steps * sequences * length
@@ -535,11 +545,11 @@ def optimizer_for(student, stage):
     """AdamW over exactly what the stage trains; weights of linear layers and the embedding decay, nothing else does."""
     groups, params = {}, dict(student.named_parameters())
     for name in distill.trainable(student, stage.trains):
-        decay = 0.1 if name.endswith(".weight") and params[name].dim() == 2 else 0.0
-        groups.setdefault((stage.rates.get(distill.role(name), 1.0), decay), []).append(params[name])
+        decay, p = 0.1 if name.endswith(".weight") and params[name].dim() == 2 else 0.0, params[name]
+        groups.setdefault((stage.rates.get(distill.role(name), 1.0), decay, is_sharded(p)), []).append(p)
     held = {id(p) for ps in groups.values() for p in ps}
     assert held == {id(p) for p in student.parameters() if p.requires_grad}
-    rows = [{"params": ps, "rate": rate, "weight_decay": decay} for (rate, decay), ps in groups.items()]
+    rows = [{"params": ps, "rate": rate, "weight_decay": decay} for (rate, decay, _), ps in groups.items()]
     return torch.optim.AdamW(rows, lr=stage.lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -548,22 +558,34 @@ def optimizer_for(student, stage):
 
 def checkpoint(folder, step, student, tokenizer, optimizer):
     """Write folder/step-N whole or not at all (temporary name, fsync, rename); keep it and the one before."""
+    names = {id(p): name for name, p in student.named_parameters()}
+    model = {"model": surgery.plain_weights(student)}  # every process has a part in gathering what is sharded
+    moments = {
+        f"{names[id(p)]}|{k}": surgery.whole(v) for p, state in optimizer.state.items() for k, v in state.items()
+    }
+    model["optimizer"] = moments | {"rng": torch.get_rng_state()}
+    if parts := {k: w for k, w in student.state_dict().items() if ".parametrizations." in k}:
+        model["lora"] = parts  # the model beside it has them merged
+    if RANK == 0:
+        write(folder, step, student.config, tokenizer, model)
+    together()
+
+
+def write(folder, step, config, tokenizer, files):
+    """A checkpoint's files, {name: {name: tensor}}, onto the disk."""
     from safetensors.torch import save_file
 
     target, temporary, kept = folder / f"step-{step:08d}", folder / "step.tmp", find_checkpoint(folder)
     where = f"{kept.name} is whole" if kept else "there was none before"
-    if not all(p.isfinite().all() for p in student.parameters()):
+    if not all(w.isfinite().all() for w in files["model"].values()):
         raise BadInput(
             f"step {step}: weights are not finite and were not saved; {where}; start again with a smaller --lr"
         )
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        surgery.save(student, tokenizer, temporary)
-        names = {id(p): name for name, p in student.named_parameters()}
-        moments = {f"{names[id(p)]}|{k}": v for p, state in optimizer.state.items() for k, v in state.items()}
-        save_file(moments | {"rng": torch.get_rng_state()}, temporary / "optimizer.safetensors")
-        if parts := {k: w for k, w in student.state_dict().items() if ".parametrizations." in k}:
-            save_file(parts, temporary / "lora.safetensors")  # the model beside it has them merged
+        surgery.save_about(config, tokenizer, temporary)
+        for name, tensors in files.items():
+            save_file(tensors, temporary / f"{name}.safetensors")
         for file in temporary.iterdir():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
@@ -591,14 +613,17 @@ def restore(folder, optimizer, student):
                 continue  # it has had no gradient yet
             for field in ("step", "exp_avg", "exp_avg_sq"):
                 value = saved.pop(f"{params[id(p)]}|{field}")
-                optimizer.state[p][field] = value if field == "step" else value.to(p.device).view_as(p)
+                optimizer.state[p][field] = value if field == "step" else part_of(value.to(p.device), p)
         if saved:
             raise ValueError(f"{len(saved)} moments of parameters that this stage does not train")
 
 
 def open_run(args):
     """-> (folder of the run, what its args.json says; {} for a new run)."""
-    folder, kept = Path(args.out), ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run", "report")
+    folder, kept = (
+        Path(args.out),
+        ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run", "report", "shard"),
+    )
     mine = {k: v for k, v in vars(args).items() if k not in kept}
     if not args.resume:
         if folder.exists() and not args.dry_run:
@@ -657,6 +682,7 @@ class Run:
     text: Text
     legs: list
     dtype: torch.dtype
+    facts: dict  # for scores.json
 
     def autocast(self):
         return evaluate.autocast(self.args.device, self.dtype)
@@ -666,8 +692,9 @@ def train(run, first):
     """Every leg from step `first` on: cheap validation -> save -> stop -> step -> log."""
     args, student, end = run.args, run.student, run.legs[-1].stop
     began, optimizer, trained, metrics = time.time(), None, 0, run.folder / "metrics.jsonl"
-    bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True)
+    bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True, disable=RANK > 0)
     with bar, reopen(metrics, first) as log:
+        together()
         found = [row for row in rows_of(metrics) if "heldout" in row]
         for step in range(first, end + 1):
             leg = next((leg for leg in run.legs if leg.start <= step < leg.stop), run.legs[-1])
@@ -728,7 +755,17 @@ def validate(run, stage, sequences=4):
     with run.autocast():
         options = {"kl": 1.0} if name == "kl" else {"kl": 0.0, "ce": 1.0, "learn": learn}
         found = distill.logits(run.student, run.teacher, tokens, **options)
-    return {"heldout": name, "value": float(found[name])}
+    return {"heldout": name, "value": agreed(float(found[name]))}
+
+
+def clip(params, longest):
+    """Scale the gradients so that together they are no longer than that -> their length before."""
+    parts = [[p for p in params if is_sharded(p) == which] for which in (False, True)]
+    norms = [surgery.whole(torch.nn.utils.get_total_norm([p.grad for p in part])) for part in parts if part]
+    norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for part in parts:
+        torch.nn.utils.clip_grads_with_norm_(part, longest, norm)
+    return float(norm)
 
 
 def rows_of(metrics):
@@ -738,6 +775,8 @@ def rows_of(metrics):
 
 def reopen(path, first):
     """metrics.jsonl to append to, without the rows of steps that a kill undid (its last line may be half)."""
+    if RANK:
+        return open(os.devnull, "w")
     with reading(path, "restore or delete it"):
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first]
@@ -752,18 +791,103 @@ def one_step(run, tokens, stage, optimizer, lr):
     optimizer.zero_grad()
     (tokens, learn), losses = distill.unmark(tokens), {}
     counts = learn[:, 1:].sum(1).double() if stage.loss == "sft" else torch.ones(len(tokens))  # what a sequence weighs
-    for rows in torch.arange(len(tokens)).split(run.args.micro_batch or len(tokens)):
+    for rows in torch.arange(len(tokens))[RANK::WORLD].split(run.args.micro_batch or len(tokens)):
         part = (counts[rows].sum() / counts.sum().clamp(min=1)).item()
         options = stage.options | ({"learn": learn[rows]} if stage.loss == "sft" else {})
         backward = lambda loss, part=part: (loss * part).backward()
         with run.autocast():
             found = distill.STAGES[stage.loss](run.student, run.teacher, tokens[rows], backward, **options)
         losses = {name: losses.get(name, 0.0) + part * float(value) for name, value in found.items()}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    losses["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    losses = add_up(losses, [p.grad for p in params if not is_sharded(p)])
+    losses["grad_norm"] = clip(params, 1.0)
     if all(map(math.isfinite, losses.values())):
         optimizer.step()
     return losses
+
+
+# ------------------------------------------------------------------ more than one process
+
+
+def join():
+    """Meet the processes that torchrun started; the first alone speaks and writes."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if RANK:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def together():
+    """Wait for all of them."""
+    if WORLD > 1:
+        dist.barrier()
+
+
+def agreed(value):
+    """The first one's."""
+    told = [value]
+    if WORLD > 1:
+        dist.broadcast_object_list(told)
+    return told[0]
+
+
+def add_up(losses, gradients):
+    """Sum gradients, in place, and losses over the processes, each of which had its sequences of the step.
+
+    After the backward pass, not in DistributedDataParallel's hooks: these want one forward of the whole model, and a
+    stage goes back layer by layer.
+    """
+    if WORLD == 1:
+        return losses
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    sums = torch.tensor(list(losses.values()), dtype=torch.float64, device=where)
+    for work in [dist.all_reduce(x, async_op=True) for x in (sums, *gradients)]:
+        work.wait()
+    return dict(zip(losses, sums.tolist()))
+
+
+def spread(model, shard):
+    """The first one's weights in every process; shard: each keeps a part of every block's (FSDP2), also of a teacher.
+
+    A unit is what a stage calls by itself. Embedding, last norm and head stay whole, as a stage calls them piece by
+    piece. The first call is the root's, which makes it that.
+    """
+    if WORLD == 1 or model is None:
+        return
+    for x in model.state_dict().values():
+        dist.broadcast(x.detach(), 0)
+    if not shard:
+        return
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    outside = {p for name, p in model.named_parameters() if not name.startswith("blocks.")}
+    for block in model.blocks:
+        for unit in (block.norm1, block.mixer, block.norm2, block.mlp):
+            fully_shard(unit)
+        register_fsdp_forward_method(block.mixer, "matrix")
+    fully_shard(model, ignored_params=outside)
+    register_fsdp_forward_method(model, "trunk")
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)  # a sum, as in `add_up`
+            unit.set_force_sum_reduction_for_comms(True)  # by other operations gloo does not have
+    with torch.no_grad():
+        model.trunk(torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device))
+
+
+def is_sharded(p):
+    """Has this process a part of it only?"""
+    return hasattr(p, "full_tensor")
+
+
+def part_of(value, p):
+    """This process's part of a whole tensor, sharded as p is."""
+    if not is_sharded(p):
+        return value.view_as(p)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.view(p.shape), p.device_mesh, p.placements)
 
 
 # ------------------------------------------------------------------ the end
@@ -790,16 +914,8 @@ def finish(run, minutes):
         scores = evaluate.heldout(run.student, run.teacher, run.text.held.to(args.device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     facts = {"minutes": round(minutes, 1), "peak_gb": round(peak, 2), "tokens": args.tokens, "seed": args.seed}
-    facts["parameters"] = sum(p.numel() for p in run.student.parameters())
-    facts["state"] = sum(block.mixer.state_size(args.context) for block in run.student.blocks)
-    picture(folder)
-    (folder / "scores.json.tmp").write_text(json.dumps(scores | facts, indent=1))
-    (folder / "scores.json.tmp").replace(folder / "scores.json")
-    *older, last = surgery.checkpoints(folder)  # a finished run goes no further
-    for waste in older:
-        shutil.rmtree(waste)
-    for name in ("optimizer.safetensors", "lora.safetensors"):
-        (last / name).unlink(missing_ok=True)
+    if RANK == 0:
+        conclude(folder, scores | facts | run.facts)
     print("\n" + evaluate.scoreboard(scores))
     for name, model in (("teacher", run.teacher), ("student", run.student)):
         if model:
@@ -810,6 +926,18 @@ def finish(run, minutes):
     print(f"\n{minutes:.1f} minutes, peak memory {peak:.1f} GiB. Student, loss.png and scores.json are in {folder}")
     more = "" if run.teacher else f"; its student: python train.py --teacher {folder}"
     print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500{more}")
+
+
+def conclude(folder, scores):
+    """scores.json, which says that a run is finished, and away with what would have taken it further."""
+    picture(folder)
+    (folder / "scores.json.tmp").write_text(json.dumps(scores, indent=1))
+    (folder / "scores.json.tmp").replace(folder / "scores.json")
+    *older, last = surgery.checkpoints(folder)
+    for waste in older:
+        shutil.rmtree(waste)
+    for name in ("optimizer.safetensors", "lora.safetensors"):
+        (last / name).unlink(missing_ok=True)
 
 
 def models(args):
@@ -848,11 +976,13 @@ def distil(args):
     if begun and (folder / "scores.json").exists():
         print(f"{folder} is finished; score it with: python evaluate.py {folder}")
         return
+    newest = find_checkpoint(folder) if begun else None
+    together()  # all have looked before the first one writes
     mark = surgery.CACHE / "locks" / hashlib.sha1(str(folder.resolve()).encode()).hexdigest()
     mark.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(mark, timeout=0):
-            go(args, folder, begun)
+        with FileLock(f"{mark}-{RANK}", timeout=0):
+            go(args, folder, begun, newest)
     except Timeout:
         raise Busy(f"{folder}: another process trains there; wait for it, or give another --out") from None
 
@@ -861,17 +991,19 @@ class Busy(BadInput):
     """Another process is at this run."""
 
 
-def go(args, folder, begun):
+def go(args, folder, begun, newest):
     """What a run is made of, its plan, every step, the scoreboard."""
-    began, newest = time.time(), find_checkpoint(folder) if begun else None
+    began = time.time()
     dtype, why = evaluate.precision(args.device, args.precision)
     matmuls = f"{str(dtype).removeprefix('torch.')} matmuls: {why}"
-    print(f"device: {args.device}, {torch.get_num_threads()} threads; {matmuls}; state in float32")
+    several = f"{WORLD} processes, {'a part of the weights each' if args.shard else 'all weights each'}; "
+    many = several if WORLD > 1 else ""
+    print(f"device: {args.device}, {torch.get_num_threads()} threads; {many}{matmuls}; state in float32")
     teacher, tokenizer, student = models(args)
     source = student.config.source
     if begun and begun.get("source") != source:
         raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
-    recipe, rate = recipe_of(args, student), flops_per_second(args.device, dtype)
+    recipe, rate = recipe_of(args, student), agreed(flops_per_second(args.device, dtype)) * WORLD
     args.tokens = args.tokens or tokens_for(student, recipe, rate)
     text = read_text(args, tokenizer)
     if begun and begun.get("text") != text.checksum:
@@ -890,13 +1022,17 @@ def go(args, folder, begun):
         teacher = copy.deepcopy(teacher).to(dtype).requires_grad_(False)
     if newest:
         student = surgery.load(newest, device=args.device)[0]
-    elif not begun:
+    elif not begun and RANK == 0:
         record(folder, args, source, text)
     if not newest:
         start(args, student, teacher, original, text, dtype)
     del original
     student.recompute = args.recompute
-    run = Run(args, folder, student, teacher, tokenizer, text, legs, dtype)
+    facts = {"parameters": sum(p.numel() for p in student.parameters()), "processes": WORLD}
+    facts["state"] = sum(block.mixer.state_size(args.context) for block in student.blocks)
+    for model in (student, teacher):
+        spread(model, args.shard)
+    run = Run(args, folder, student, teacher, tokenizer, text, legs, dtype, facts)
     train(run, int(newest.name.split("-")[1]) if newest else 0)
     finish(run, (time.time() - began) / 60)
 
@@ -931,6 +1067,10 @@ def recipe_of(args, student):
             distill.check_stage(stage, student)
         except ValueError as error:
             raise BadInput(f"--recipe {args.recipe} --mixer {args.mixer}: {error}") from None
+        if stage.lora and args.shard:
+            raise BadInput(
+                f"--recipe {args.recipe} --shard: its LoRA does not go with sharded weights; leave --shard out"
+            )
     return recipe
 
 
@@ -958,7 +1098,7 @@ def start(args, student, teacher, original, text, dtype):
 
 def sweep(runs):
     """Every run that is not finished, one after the other; then the report. Another process may be at it as well."""
-    folder = Path(runs[0].out or "runs/sweep")
+    folder = Path(runs[0].out)
     name_runs(runs, folder)
     for args in runs:
         args.resume = Path(args.out).exists()
@@ -975,10 +1115,13 @@ def sweep(runs):
         except Busy:
             elsewhere.append(Path(args.out).name)
         except Exception as error:
+            if WORLD > 1:
+                raise  # the others may not have it
             broken.append(Path(args.out).name)
             print(f"broken: {args.out}: {error}", file=sys.stderr)
             None if isinstance(error, BadInput) else traceback.print_exc()
-    evaluate.report_runs(folder)
+    if RANK == 0:
+        evaluate.report_runs(folder)
     if elsewhere:
         print(f"left to another process: {', '.join(elsewhere)}")
     if broken:
@@ -1023,11 +1166,13 @@ def main():
     told = parser().parse_known_args()[0] if "--report" in sys.argv else None
     if told:
         return evaluate.report_runs(Path(told.report))
+    if WORLD > 1:
+        join()
     runs = [read_flags(words) for words in points(sys.argv[1:])]
-    if len(runs) > 1:
-        return sweep(runs)
-    runs[0].out = runs[0].out or f"runs/{name_of(runs[0])}"
-    return distil(runs[0])
+    runs[0].out = runs[0].out or ("runs/sweep" if len(runs) > 1 else f"runs/{name_of(runs[0])}")
+    sweep(runs) if len(runs) > 1 else distil(runs[0])
+    if WORLD > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
