@@ -436,10 +436,11 @@ ADJECTIVES = ("amber", "brave", "calm", "daring", "eager", "gentle", "jolly", "k
 NOUNS = ("anchor", "basket", "candle", "dragon", "engine", "forest", "garden", "hammer", "island", "kettle", "lantern")
 
 
-def needles(level, tokens, tokenizer, text, n, new=64, seed=0):
-    """n questions of RULER's single needle in a haystack (arXiv 2404.06654), prompt and answer within `tokens` tokens.
+def needles(level, tokens, tokenizer, text, n, new=64, seed=0, keys=1):
+    """n questions of RULER's needle in a haystack (arXiv 2404.06654), prompt and answer within `tokens` tokens.
 
-    level 1: the haystack repeats five sentences; 2: it is `text`; 3: and the value is a UUID. The depth is random.
+    level 1: the haystack repeats five sentences; 2: it is `text`; 3: and the value is a UUID. Depths are random. keys:
+    so many needles, one of which is asked for (RULER's "multi-key").
     """
     kind, draw, made = "uuid" if level == 3 else "number", random.Random(f"{seed} {level} {tokens}"), []
     hay, between = ([NOISE], "\n") if level == 1 else (text.split(), " ")
@@ -448,21 +449,24 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0):
     sizes = [len(tokenizer.encode(between + unit)) for unit in hay]
     before = f"A special magic {kind} is hidden within the following text. Make sure to memorize it."
     before += f" I will quiz you about the {kind} afterwards.\n"
+    valued = lambda: str(uuid.UUID(int=draw.getrandbits(128))) if level == 3 else str(draw.randint(10**6, 10**7 - 1))
+    names = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
     for _ in range(n):
-        key = f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}"
-        value = str(uuid.UUID(int=draw.getrandbits(128))) if level == 3 else str(draw.randint(10**6, 10**7 - 1))
+        values = {key: valued() for key in draw.sample(names, keys)}
+        key, value = next(iter(values.items()))
         asked = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
         asked += f" The special magic {kind} for {key} mentioned in the provided text is"
-        needle = f"One of the special magic {kind}s for {key} is: {value}."
-        room = tokens - new - len(tokenizer.encode(before + needle + asked)) - 4
+        told = [f"One of the special magic {kind}s for {key} is: {value}." for key, value in values.items()]
+        room = tokens - new - len(tokenizer.encode(before + between.join(told) + asked)) - 4
         at, units = draw.randrange(len(hay)), []
         if room < sizes[at]:
             raise BadInput(f"--lengths {tokens}: needle, question and answer alone take {tokens - room}; wanted more")
         while room >= sizes[at % len(hay)]:
             units.append(hay[at % len(hay)])
             room, at = room - sizes[at % len(hay)], at + 1
-        ends = [i + 1 for i, unit in enumerate(units) if unit[-1] in ".!?"] or range(len(units) + 1)
-        units.insert(draw.choice([0, *ends]), needle)
+        ends = [0, *([i + 1 for i, unit in enumerate(units) if unit[-1] in ".!?"] or range(len(units) + 1))]
+        for at, needle in sorted(((draw.choice(ends), needle) for needle in told), reverse=True):
+            units.insert(at, needle)
         made.append(Written(before + between.join(units) + asked, value, new))
     return made
 
@@ -1143,7 +1147,10 @@ def read_flags():
     for task in filter(None, names):
         if task in TASKS:
             ours.append((task, None))
-        elif task in NIAH:
+        elif task.partition(":")[0] in NIAH:
+            keys = task.partition(":")[2]
+            if keys and not (keys.isdecimal() and 0 < int(keys) <= len(ADJECTIVES) * len(NOUNS)):
+                raise BadInput(f"--tasks {task}: wanted a number of needles after the colon, as niah_1:8")
             ours += [(task, n) for n in lengths or (512, 1024, 2048)]
         else:
             theirs.append(task)
@@ -1202,8 +1209,9 @@ def score(it, teacher, args, tasks, theirs, device):
     for task, length in tasks:
         title = f"{task}@{length}" if length else task
         if length:
-            text = haystack(args.haystack) if task != "niah_1" else ""
-            questions = needles(int(task[-1]), length, it.tokenizer, text, args.limit or 100)
+            level, keys = int(task[5]), int(task.partition(":")[2] or 1)
+            text = haystack(args.haystack) if level > 1 else ""
+            questions = needles(level, length, it.tokenizer, text, args.limit or 100, keys=keys)
         else:
             questions = questions_of(task, args.data_dir, args.limit, args.shots)
         file, words = it.folder / f"{title}.answers", f"{Path(it.name).name} {title}"

@@ -2229,13 +2229,15 @@ def test_every_kind_of_file_is_read(tmp_path, suffix):
 def test_rows_that_are_no_text_are_refused(tmp_path, row):
     (tmp_path / "rows.jsonl").write_text(row)
     with pytest.raises(surgery.BadInput, match="rows.jsonl: .* is no text and no chat"):
-        train.Text(types.SimpleNamespace(data=str(tmp_path / "rows.jsonl"), context=16), tiny_teacher()[1])
+        train.Text(types.SimpleNamespace(data=str(tmp_path / "rows.jsonl"), context=16, needles=0), tiny_teacher()[1])
 
 
 def lines_of_text(tmp_path, monkeypatch, n=300, shard=800):
     (tmp_path / "lines.jsonl").write_text("\n".join(json.dumps({"text": f"line: {i:04d}."}) for i in range(n)))
     monkeypatch.setattr(train, "SHARD", shard)
-    args = types.SimpleNamespace(data=str(tmp_path / "lines.jsonl"), context=12, tokens=10**6)  # a line is 12 tokens
+    args = types.SimpleNamespace(
+        data=str(tmp_path / "lines.jsonl"), context=12, tokens=10**6, needles=0
+    )  # a line is 12 tokens
     return args, tiny_teacher()[1]
 
 
@@ -2778,6 +2780,28 @@ def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "piqa", "--data-dir", tmp_path)
     with pytest.raises(surgery.BadInput, match="did you mean 'piqa'"):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "pika")
+
+
+def test_many_needles_and_windows_with_them(tmp_path):
+    tokenizer, text = surgery.bytes_tokenizer(), "A long sentence about nothing at all. " * 100
+    for asked in evaluate.needles(2, 1500, tokenizer, text, 20, keys=6):
+        told = re.findall(r"numbers for ([a-z]+-[a-z]+) is: (\d{7})\.", asked.prompt)
+        assert len(dict(told)) == 6 and len(tokenizer.encode(asked.prompt)) <= 1500 - 64
+        key = re.search(r"number for ([a-z-]+) mentioned in the provided text is$", asked.prompt)[1]
+        assert dict(told)[key] == asked.wanted
+    assert len({asked.prompt.index("numbers for") for asked in evaluate.needles(1, 1500, tokenizer, "", 20)}) > 5
+    (tmp_path / "text.txt").write_text(text * 20)
+    args = types.SimpleNamespace(data=str(tmp_path / "text.txt"), context=1024, needles=0.5)
+    windows = list(train.ids_from(args, tokenizer))
+    assert {len(window) for window in windows} == {1024}
+    asked = [tokenizer.decode(window) for window in windows if 256 in window]
+    assert 0.35 < len(asked) / len(windows) < 0.65
+    for text in asked:
+        key, value = re.search(
+            r"(?:number|uuid) for ([a-z-]+) mentioned in the provided text is (\S+)\.<", text
+        ).groups()
+        assert re.search(f"s for {key} is: {value}\\.", text)
+    assert list(train.ids_from(args, tokenizer, 30)) == windows[30:]
 
 
 def finished(name, scores, held, **args):

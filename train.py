@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import random
 import resource
 import shutil
 import subprocess
@@ -78,6 +79,9 @@ def parser():
         "--data", help="text, jsonl, parquet, folder, hub name[:config[:split]], or mqar:N (default: docstrings)"
     )
     g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
+    g.add_argument(
+        "--needles", type=float, default=0.0, help="share of sequences that hide and ask RULER's needles (0)"
+    )
     g = p.add_argument_group("training")
     g.add_argument(
         "--recipe", choices=distill.RECIPES, help="stages and rates (default: default; hybrid with --window)"
@@ -116,6 +120,7 @@ RANGES = {
     "lr": (1e-9, 1),
     "tokens": (1, 10**13),
     "context": (2, 2**20),
+    "needles": (0, 0.99),
     "tokens_per_step": (1, 2**30),
     "micro_batch": (1, 2**20),
     "save_every": (1, 10**9),
@@ -287,9 +292,28 @@ def ids_of(document, tokenizer, source):
     return ids
 
 
+def with_needles(args, tokenizer):
+    """Yield windows of --context tokens: of --data's documents, and for --needles of them, needles hidden in those."""
+    draw, kept = random.Random(0), []
+    for document in evaluate.documents(args.data):
+        kept += ids_of(document, tokenizer, args.data)
+        while len(kept) >= args.context:
+            window, kept = kept[: args.context], kept[args.context :]
+            yield window
+            while draw.random() < args.needles:
+                level, keys, seed = draw.choice((1, 2, 3)), draw.choice((1, 1, 2, 4)), draw.getrandbits(32)
+                new = 40 if level == 3 else 9
+                text = tokenizer.decode(window) if level > 1 else ""
+                (asked,) = evaluate.needles(level, args.context, tokenizer, text, 1, new, seed, keys)
+                ids = tokenizer.encode(f"{asked.prompt} {asked.wanted}.") + [tokenizer.eos]
+                yield [tokenizer.eos] * (args.context - len(ids)) + ids[: args.context]
+
+
 def ids_from(args, tokenizer, start=0):
     """Yield the ids of each document of --data, or of each exercise of mqar:N, from number `start` on."""
-    if not (args.data or "").startswith("mqar:"):
+    if args.needles:
+        yield from itertools.islice(with_needles(args, tokenizer), start, None)
+    elif not (args.data or "").startswith("mqar:"):
         documents = itertools.islice(evaluate.documents(args.data), start, None)
         yield from (ids_of(document, tokenizer, args.data) for document in documents)
     elif not args.data[5:].isdecimal() or tokenizer.vocab < 257 + 512:
@@ -321,7 +345,7 @@ class Text:
         self.args, self.tokenizer, self.coming, self.ahead = args, tokenizer, (0, 0, None), None
         self.about = {"vocab": tokenizer.vocab, "tokenizer": hashlib.sha1(made.encode()).hexdigest()}
         self.exercises = (args.data or "").startswith("mqar:")
-        parts = [self.about, identity(args.data), args.context if self.exercises else None]
+        parts = [self.about, identity(args.data), args.needles, args.context * (self.exercises or args.needles > 0)]
         self.given = bool(args.data and list(given.glob("shard-*.json")))
         self.folder = given if self.given else TOKENS / hashlib.sha1(json.dumps(parts).encode()).hexdigest()[:16]
         tokens, self.header = self.shard(0)
