@@ -762,7 +762,7 @@ def figure(path, *shape, **how):
 
 def draw_scores(path, models):
     """Bars: accuracies by task, a colour a model, with standard errors."""
-    names = [task for task, found in models[0]["tasks"].items() if "acc" in found]
+    names = [task for task, found in models[0]["tasks"].items() if "acc" in found and "@" not in task]
     with figure(path, figsize=(max(5, 1.4 * len(names)), 4)) as (_, ax):
         for i, m in enumerate(models):
             values, errors = zip(*(summary(m["tasks"][task]["acc"]) for task in names))
@@ -771,6 +771,24 @@ def draw_scores(path, models):
         ax.set(xticks=range(len(names)), ylabel="accuracy")
         ax.set_xticklabels(names, rotation=20)
         ax.legend()
+
+
+def draw_needles(path, models):
+    """A panel a level: which model finds the needle, by context and, where there are several, needles in it."""
+    names = [task for task in models[0]["tasks"] if "@" in task]
+    levels = sorted({name[:6] for name in names})
+    size = (2 + 0.6 * len(names), 1.5 + 0.4 * len(models))
+    with figure(path, 1, len(levels), figsize=size, squeeze=False, layout="constrained") as (_, panels):
+        for ax, level in zip(panels[0], levels):
+            mine = [name for name in names if name.startswith(level)]
+            found = np.array([[summary(m["tasks"][name]["acc"])[0] for name in mine] for m in models])
+            ax.imshow(found, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            for (i, j), value in np.ndenumerate(found):
+                ax.text(j, i, f"{value:.2f}".replace("0.", "."), ha="center", va="center", fontsize=7)
+            keys = [name[7:].replace("@", " in\n") if ":" in name else name.split("@")[1] for name in mine]
+            ax.set_xticks(range(len(mine)), keys, fontsize=7)
+            ax.set_yticks(range(len(models)), [Path(m["name"]).name for m in models], fontsize=7)
+            ax.set(title=level, xlabel="needles in tokens" if ":" in mine[0] else "tokens")
 
 
 # ------------------------------------------------------------------ decoding
@@ -818,6 +836,39 @@ def draw_decoding(path, rows):
         for ax, words in zip(axes, ("tokens a second", "MiB of state")):
             ax.set(xlabel="tokens before", ylabel=words, xscale="log", yscale="log")
         axes[0].legend()
+
+
+@torch.no_grad()
+def print_ranks(models, text, lengths):
+    """How much of its state a model uses: [(name, model, tokenizer)] on a text -> rows [name, T, effective rank].
+
+    exp of the entropy of the singular values over their sum (Roy and Vetterli 2007), mean over heads and layers that
+    are linear; it is between 1 and min(K, V).
+    """
+    rows = []
+    print(f"{'tokens':>8}" + "".join(f"{name[:24]:>26}" for name, *_ in models) + "   (effective rank of the state)")
+    for name, model, tokenizer in models:
+        ids, state, before = torch.tensor([tokenizer.encode(text)]).to(model.embed.weight.device), None, 0
+        for T in sorted(n for n in lengths if n <= ids.size(1)):
+            for part in ids[:, before:T].split(512, 1):
+                state = model.trunk(part, state)[1]
+            values = [torch.linalg.svdvals(layer["S"].double()) for layer in state if "S" in layer]
+            shares = [s / s.sum(-1, keepdim=True).clamp(min=1e-30) for s in values]
+            ranks = [torch.special.entr(p).sum(-1).exp().mean().item() for p in shares]
+            rows.append([name, T, sum(ranks) / max(len(ranks), 1)])
+            before = T
+    for T in sorted({row[1] for row in rows}):
+        print(f"{T:>8}" + "".join(f"{rank:>26.1f}" for _, at, rank in rows if at == T))
+    return rows
+
+
+def draw_ranks(path, rows):
+    """Effective rank of the state against the tokens read."""
+    with figure(path, figsize=(5.5, 4)) as (_, ax):
+        for name in dict.fromkeys(row[0] for row in rows):
+            ax.plot(*zip(*[row[1:] for row in rows if row[0] == name]), "o-", markersize=3, label=name)
+        ax.set(xlabel="tokens read", ylabel="effective rank of the state", xscale="log")
+        ax.legend(fontsize=7)
 
 
 # ------------------------------------------------------------------ lm-eval
@@ -1112,12 +1163,13 @@ def parser():
     p.add_argument("--tasks", default="", help=f"comma list of {KNOWN}, and lm-eval's own (default: none)")
     p.add_argument("--limit", type=int, default=0, help="only N items of a task (default 0: all; a needle task: 100)")
     p.add_argument("--shots", type=int, help="examples shown first (default 0; mmlu_letters and gsm8k 5)")
-    p.add_argument("--lengths", default="", help="contexts of needles (512,1024,2048) and of --decode (512 to 65536)")
+    p.add_argument("--lengths", default="", help="contexts of needles (512,1024,2048), --decode (512 to 65536), --rank")
     p.add_argument("--haystack", help="text to hide needles in: file, folder or hub name (default: docstrings)")
     p.add_argument("--data-dir", help="folder with the tasks' files (default: the hub)")
     p.add_argument("--baseline", help="teacher to stand beside them (default: the first run's own; none: nobody)")
     p.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="matmuls (default auto)")
     p.add_argument("--decode", action="store_true", help="measure tokens a second and state against context")
+    p.add_argument("--rank", action="store_true", help="measure how much of its state a model uses, by tokens read")
     p.add_argument("--groups", action="store_true", help="also accuracy by subject (mmlu) or relation (bear)")
     p.add_argument("--prompt", help="also continue this text, greedily")
     p.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
@@ -1253,7 +1305,7 @@ def main():
             teacher = opens[0].model if name == baseline else teacher
             if args.prompt and name in args.models:
                 stream(opens[-1].model, opens[-1].tokenizer, args.prompt, 60, chat=args.chat)
-            if not args.decode and name != baseline:
+            if not (args.decode or args.rank) and name != baseline:
                 opens.pop()  # its memory too
         table = table_of(rows, baseline != "none")
         print("\n" + as_text(table), *compared(rows), sep="\n")
@@ -1265,6 +1317,13 @@ def main():
         if args.decode and target:
             (target / "decoding.json").write_text(json.dumps(decoded))
             draw_decoding(target / "decoding.png", decoded)
+        if args.rank:
+            linear = [it for it in opens if set(it.model.config.mixers) != {"softmax"}]
+            some = [(Path(it.name).name, it.model, it.tokenizer) for it in linear]
+            ranks = print_ranks(some, haystack(args.haystack), lengths or [2**n for n in range(4, 13)])
+        if args.rank and target:
+            (target / "ranks.json").write_text(json.dumps(ranks))
+            draw_ranks(target / "ranks.png", ranks)
 
 
 def earlier(target):
@@ -1291,9 +1350,11 @@ def write(target, saved, table, models, how):
     temporary.write_text(json.dumps({"models": saved, "compared": compared(models)}, indent=1))
     temporary.replace(file)
     (target / "evaluation.md").write_text(as_text(table, markdown=True) + "\n", encoding="utf-8")
-    if any("acc" in found for found in models[0]["tasks"].values()):
+    if any("acc" in found and "@" not in task for task, found in models[0]["tasks"].items()):
         draw_scores(target / "evaluation.png", models)
-    print(f"written: {target}/evaluation.json, .md and .png")
+    if any("@" in task for task in models[0]["tasks"]):
+        draw_needles(target / "needles.png", models)
+    print(f"written: {target}/evaluation.json, .md and figures")
 
 
 if __name__ == "__main__":

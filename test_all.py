@@ -2804,6 +2804,22 @@ def test_many_needles_and_windows_with_them(tmp_path):
     assert list(train.ids_from(args, tokenizer, 30)) == windows[30:]
 
 
+def test_ranks_are_of_the_state(capsys):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(2, 2)
+
+        def trunk(self, ids, state):  # after T tokens a state whose singular values are T ones
+            T = ids.size(1) + (state[0]["T"] if state else 0)
+            return None, [{"S": torch.eye(600)[None, None] * (torch.arange(600) < T), "T": T}]
+
+    tokenizer = types.SimpleNamespace(encode=lambda text: [0] * len(text))
+    rows = evaluate.print_ranks([("a", Model(), tokenizer)], "x" * 600, (4, 550, 16, 10_000))
+    assert [row[:2] for row in rows] == [["a", 4], ["a", 16], ["a", 550]]
+    assert [row[2] for row in rows] == pytest.approx([4, 16, 550]) and "550.0" in capsys.readouterr().out
+
+
 def finished(name, scores, held, **args):
     usual = {"mixer": "delta", "seed": 0, "lr": 1e-3, "tokens": 100, "teacher": "t"}
     return {"run": name, "args": usual | args, "scores": scores, "held": [[0, 9.0], [5, held]]}
