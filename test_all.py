@@ -2156,6 +2156,9 @@ BAD = {
     "rows that are no weights": (["--recipe", "hedgehog"], "wanted a mixer whose rows are weights"),
     "nothing new to train": (["--mixer", "softmax", "--recipe", "haller"], "trains new mixers, and here are none"),
     "answers without chats": (["--recipe", "sft"], "no chats in it"),
+    "sizes of two kinds": (["--size", "1m,3m"], "a teacher has its own size"),
+    "shards of nobody": (["--shard"], "one process has nothing to share"),
+    "more needles than text": (["--needles", "1"], "wanted a number from 0 to 0.99"),
     "no such student": (["--student", "missing"], "args.json"),
 }
 
@@ -2320,6 +2323,23 @@ def test_a_stopped_sweep_ends_in_the_table_of_a_quiet_one(teacher_folder, tmp_pa
     assert quiet.read_text() == cut.read_text()
 
 
+@pytest.mark.slow
+def test_a_killed_sweep_ends_in_the_table_of_a_quiet_one(teacher_folder, tmp_path, monkeypatch):
+    """2 mixers × 2 seeds × 2 teachers, kill -9 ten times at random moments."""
+    shutil.copytree(teacher_folder, tmp_path / "second")
+    both, random = f"{teacher_folder},{tmp_path / 'second'}", torch.Generator().manual_seed(0)
+    call(train, monkeypatch, *swept(both, tmp_path / "quiet", "--tokens", "320"))
+    for kill in range(11):
+        words = [sys.executable, train.__file__, *swept(both, tmp_path / "cut", "--tokens", "320")]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if kill < 10:
+            time.sleep(8 + 8 * torch.rand(1, generator=random).item())
+            process.kill()
+        assert process.wait() in (0, -9)
+    quiet, cut = (tmp_path / name / "results.md" for name in ("quiet", "cut"))
+    assert quiet.read_text() == cut.read_text()
+
+
 def test_a_broken_run_is_named_and_the_sweep_goes_on(teacher_folder, tmp_path, monkeypatch, capsys):
     linearize = surgery.linearize
 
@@ -2337,6 +2357,8 @@ def test_a_broken_run_is_named_and_the_sweep_goes_on(teacher_folder, tmp_path, m
     (tmp_path / "sweep" / "notes.txt").write_text("mine")
     with pytest.raises(surgery.BadInput, match="notes.txt: no run of a sweep"):
         call(train, monkeypatch, *words)
+    with pytest.raises(surgery.BadInput, match="equal budgets: give --tokens"):
+        call(train, monkeypatch, "--seed", "0,1")
     with pytest.raises(surgery.BadInput, match="two runs of this sweep would be there"):
         call(train, monkeypatch, *command(teacher_folder, tmp_path / "twice", "--seed", "1,1"))
 

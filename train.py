@@ -64,7 +64,7 @@ def parser():
     g = p.add_argument_group("model")
     g.add_argument("--mixer", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
     sizes = ", ".join([*surgery.SIZES, *surgery.SMALL])
-    g.add_argument("--size", default="140m", help=f"teacher by size: {sizes} (default 140m)")
+    g.add_argument("--size", help=f"teacher by size: {sizes} (default 140m)")
     g.add_argument("--teacher", help="folder, hub name, .gguf or run, instead of --size; none: pretrain from scratch")
     g.add_argument("--family", default="llama", choices=["llama", "gpt2"], help="of --teacher none (default llama)")
     g.add_argument("--tokenizer", help="of --teacher none: a teacher's, or bytes (default)")
@@ -161,6 +161,11 @@ def read_flags(words):
         near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
         raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
     scratch = args.teacher == "none"
+    if args.size and args.teacher and not scratch:
+        raise BadInput(
+            f"--size {args.size} --teacher {args.teacher}: a teacher has its own size; leave one of them out"
+        )
+    args.size = args.size or "140m"
     if (args.size in surgery.SMALL) != scratch and (scratch or not args.teacher):
         raise BadInput(
             f"--size {args.size} --teacher {args.teacher}: {', '.join(surgery.SMALL)} go with --teacher none, which "
@@ -643,7 +648,7 @@ def restore(folder, optimizer, student):
 
 
 def open_run(args):
-    """-> (folder of the run, what its args.json says; {} for a new run)."""
+    """-> what the args.json of the run says, {} for a new one; BadInput if the flags say otherwise."""
     folder, kept = (
         Path(args.out),
         ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run", "report", "shard"),
@@ -652,17 +657,17 @@ def open_run(args):
     if not args.resume:
         if folder.exists() and not args.dry_run:
             raise BadInput(f"--out {folder} exists; add --resume to continue it, or give another --out")
-        return folder, {}
+        return {}
     if not (folder / "args.json").exists():
         raise BadInput(f"--resume: no run in {folder}; leave out --resume to start one")
     theirs = surgery.read_json(folder / "args.json")
     if type(theirs.get("tokens")) is not int:
         raise BadInput(f"--resume: {folder}/args.json does not say how many tokens; start the run again")
     for key, value in mine.items():
-        if theirs.get(key) != value and not (key == "tokens" and value is None):
+        if theirs.get(key, value) != value and not (key == "tokens" and value is None):
             raise BadInput(f"--resume: {folder} was started with {key} = {theirs.get(key)!r}, not {value!r}")
     args.tokens = theirs["tokens"]
-    return folder, theirs
+    return theirs
 
 
 def record(folder, args, source, text):
@@ -994,25 +999,27 @@ def models(args):
     return teacher, tokenizer, surgery.linearize(teacher, args.mixer, window=args.window, **options).to(args.device)
 
 
-def distil(args):
-    """One run, from its flags to its scoreboard."""
-    folder, begun = open_run(args)
-    if begun and (folder / "scores.json").exists():
-        print(f"{folder} is finished; score it with: python evaluate.py {folder}")
-        return
-    newest = find_checkpoint(folder) if begun else None
-    together()  # all have looked before the first one writes
-    mark = surgery.CACHE / "locks" / hashlib.sha1(str(folder.resolve()).encode()).hexdigest()
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(f"{mark}-{RANK}", timeout=0):
-            go(args, folder, begun, newest)
-    except Timeout:
-        raise Busy(f"{folder}: another process trains there; wait for it, or give another --out") from None
-
-
 class Busy(BadInput):
     """Another process is at this run."""
+
+
+def distil(args, *, go_on=False):
+    """One run, from its flags to its scoreboard; go_on: --resume if there is something to resume."""
+    folder = Path(args.out)
+    mark = surgery.CACHE / "locks" / f"{hashlib.sha1(str(folder.resolve()).encode()).hexdigest()}-{RANK}"
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(mark, timeout=0):
+            args.resume = folder.exists() if go_on else args.resume
+            begun = open_run(args)
+            newest = find_checkpoint(folder) if begun else None
+            together()  # all have looked before the first one writes
+            if begun and (folder / "scores.json").exists():
+                print(f"{folder} is finished; score it with: python evaluate.py {folder}")
+            else:
+                go(args, folder, begun, newest)
+    except Timeout:
+        raise Busy(f"{folder}: another process trains there; wait for it, or give another --out") from None
 
 
 def go(args, folder, begun, newest):
@@ -1123,6 +1130,8 @@ def start(args, student, teacher, original, text, dtype):
 def sweep(runs):
     """Every run that is not finished, one after the other; then the report. Another process may be at it as well."""
     folder = Path(runs[0].out)
+    if not all(args.tokens for args in runs):
+        raise BadInput("a sweep compares runs of equal budgets: give --tokens")
     name_runs(runs, folder)
     for args in runs:
         args.resume = Path(args.out).exists()
@@ -1134,8 +1143,7 @@ def sweep(runs):
     for i, args in enumerate(runs):
         print(f"\n--- run {i + 1} of {len(runs)}: {args.out}")
         try:
-            args.resume = Path(args.out).exists()  # another process may have begun it meanwhile
-            distil(args)
+            distil(args, go_on=True)
         except Busy:
             elsewhere.append(Path(args.out).name)
         except Exception as error:
@@ -1177,9 +1185,7 @@ def predict(runs):
         shape = (args.teacher, args.size, args.mixer, args.window, args.keep, args.option, args.student)
         if shape != built:
             student, built = models(args)[2], shape
-        recipe = recipe_of(args, student)
-        tokens = args.tokens or tokens_for(student, recipe, rate)
-        found = costs(args, student, plan(argparse.Namespace(**vars(args) | {"tokens": tokens}), recipe), dtype)
+        found = costs(args, student, plan(args, recipe_of(args, student)), dtype)
         total += minutes_of(found, rate)
         print(f"{args.out:<60}{minutes_of(found, rate):>6,.0f} minutes{max(gib for _, gib in found):>7.1f} GiB")
     print(f"{len(runs)} runs, about {total:,.0f} minutes; given again, the command goes on where it was")
@@ -1187,9 +1193,8 @@ def predict(runs):
 
 def main():
     """A run, a sweep of them, or the report of one."""
-    told = parser().parse_known_args()[0] if "--report" in sys.argv else None
-    if told:
-        return evaluate.report_runs(Path(told.report))
+    if sys.argv[1:2] == ["--report"]:
+        return evaluate.report_runs(Path(parser().parse_args().report))
     if WORLD > 1:
         join()
     runs = [read_flags(words) for words in points(sys.argv[1:])]
