@@ -47,6 +47,7 @@ SIZES = {  # what --size takes -> hub name; the first three are the teachers of 
 }
 SMALL = {  # teachers that this project pretrains itself: layers, width, heads, ffn of the Llama style
     "mqar": (2, 64, 1, 176),  # for --data mqar: two layers with one head of 64
+    "100k": (2, 64, 2, 176),
     "300k": (3, 96, 3, 264),
     "1m": (4, 128, 4, 352),
     "3m": (6, 192, 6, 528),
