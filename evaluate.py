@@ -1042,8 +1042,10 @@ def grouped(rows):
     for row in rows:
         key = tuple(as_word(row["args"].get(name)) for name in axes)
         by.setdefault(key, {}).setdefault(row["args"]["lr"], []).append(row)
-    groups = []
-    for key, rates in sorted(by.items(), key=lambda pair: [(isinstance(x, str), x) for x in pair[0]]):
+    groups, size = [], {"teacher", "size"}
+    parameters = lambda rates: next(iter(rates.values()))[0]["scores"].get("parameters", 0)
+    place = lambda name, x, rates: (False, parameters(rates)) if name in size else (isinstance(x, str), x)
+    for key, rates in sorted(by.items(), key=lambda pair: [place(n, x, pair[1]) for n, x in zip(axes, pair[0])]):
         lr = min(rates, key=lambda lr: np.mean([row["held"][-1][1] for row in rates[lr]]))
         found = {}
         for row in rates[lr]:
@@ -1073,9 +1075,10 @@ def laws(axes, groups):
     """Lines: for each line of the figure, loss = E + A · x^−α, or why not; x the tokens, and the parameters."""
     lines = []
     for axis, letter in (("tokens", "D"), ("parameters", "N")):
-        for name, line in lines_of(axes, groups, axis).items():
+        for names, line in lines_of(axes, groups, axis).items():
             if len(line) < 2:
                 continue
+            name = " ".join(filter(None, names)) or "all"
             x = np.array([value for value, g in line for _ in g["rows"]], float)
             for measure in ("ce", "gap"):
                 if measure in line[0][1]["found"]:
@@ -1091,6 +1094,8 @@ def law(x, y, letter):
     E, A, alpha, low, high = fit_law(x, y)
     if A <= 0:
         return f"does not fall with {letter}"
+    if low < 0.011 and high > 3.9:  # all that were tried
+        return f"has no exponent in {letter} that fits better than another"
     return f"= {E:.3g} + {A:.3g} · {letter}^−{alpha:.2f}, exponent between {low:.2f} and {high:.2f} (95%)"
 
 
@@ -1120,37 +1125,41 @@ def fit_law(x, y, draws=1000, seed=0):
 
 
 def lines_of(axes, groups, axis):
-    """{name of what else differs: [(x, group)] by x}; axis: "tokens", or "parameters" (of teachers or sizes)."""
-    size = [name for name in ("teacher", "size") if name in axes]
-    names = [n for n in axes if n not in ({"tokens"} if axis == "tokens" else size)]
+    """{(mixer, what else differs): [(x, group)] by x}; axis: "tokens", or "parameters" (of teachers or sizes)."""
+    gone = {"tokens"} if axis == "tokens" else {"teacher", "size"}
     found = {}
-    for g in groups if axis == "tokens" and "tokens" in axes or axis == "parameters" and size else ():
-        named = [(n, value) for n, value in zip(axes, g["key"]) if n in names]
-        name = " ".join(f"{value:,} tokens" if n == "tokens" else str(value) for n, value in named)
+    for g in groups if gone & set(axes) else ():
+        told = {name: value for name, value in zip(axes, g["key"]) if name not in gone}
+        mixer = str(told.pop("mixer", ""))
+        rest = " ".join(f"{value:,} tokens" if name == "tokens" else str(value) for name, value in told.items())
         x = g["rows"][0]["args"]["tokens"] if axis == "tokens" else g["rows"][0]["scores"]["parameters"]
-        found.setdefault(name or "all", []).append((x, g))
+        found.setdefault((mixer, rest), []).append((x, g))
     return {name: sorted(line, key=lambda point: point[0]) for name, line in found.items()}
 
 
 def draw_runs(path, axes, groups):
-    """A panel a measure: against tokens, else parameters, a line for what else differs; else a point a group."""
+    """Rows of measures. Against tokens, else parameters: a line a mixer, a column for what else differs; else points."""
     axis = "tokens" if "tokens" in axes else "parameters" if {"teacher", "size"} & set(axes) else ""
-    measures = [m for m in ("ce", "kl", "answers") if m in groups[0]["found"]]
-    with figure(path, 1, len(measures), figsize=(5.5 * len(measures), 4.5), squeeze=False) as (_, panels):
-        for ax, measure in zip(panels[0], measures):
-            points = lambda gs, m=measure: zip(*(mean_and_sd(g["found"][m]) for g in gs))
-            for name, line in lines_of(axes, groups, axis).items():
-                x, gs = zip(*line)
-                y, error = points(gs)
-                ax.errorbar(x, y, np.nan_to_num(error), marker="o", markersize=3, capsize=2, label=name)
+    lines, measures = lines_of(axes, groups, axis), [m for m in ("ce", "kl", "answers") if m in groups[0]["found"]]
+    columns = list(dict.fromkeys(rest for _, rest in lines)) or [""]
+    size = (1 + 4 * len(columns), (3.2 if axis else 1 + 0.25 * len(groups)) * len(measures))
+    with figure(path, len(measures), len(columns), figsize=size, squeeze=False, layout="constrained") as (_, panels):
+        for (row, measure), (column, rest) in itertools.product(enumerate(measures), enumerate(columns)):
+            ax = panels[row][column]
+            spread = lambda gs, m=measure: np.nan_to_num([mean_and_sd(g["found"][m]) for g in gs]).T
+            for (mixer, other), line in lines.items():
+                if other == rest:
+                    x, gs = zip(*line)
+                    ax.errorbar(x, *spread(gs), marker="o", markersize=3, capsize=2, label=mixer)
             if axis:
-                ax.set(xscale="log", xlabel=axis)
-                ax.legend(fontsize=7)
+                ax.set(xscale="log", xlabel=axis, ylabel=MEASURES[measure], title=rest)
             else:
-                y, error = points(groups)
-                ax.errorbar(y, range(len(y)), xerr=np.nan_to_num(error), fmt="o")
+                y, error = spread(groups)
+                ax.errorbar(y, range(len(y)), xerr=error, fmt="o")
                 ax.set_yticks(range(len(y)), [" ".join(map(str, g["key"])) for g in groups])
-            (ax.set_ylabel if axis else ax.set_xlabel)(MEASURES[measure])
+                ax.set_xlabel(MEASURES[measure])
+        if len(lines) > 1:
+            panels[0][0].legend(fontsize=7)
 
 
 # ------------------------------------------------------------------ python evaluate.py
