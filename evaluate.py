@@ -1138,7 +1138,7 @@ def lines_of(axes, groups, axis):
 
 
 def draw_runs(path, axes, groups):
-    """Rows of measures. Against tokens, else parameters: a line a mixer, a column for what else differs; else points."""
+    """A row a measure. Against tokens, else parameters: a line a mixer, a column what else differs; else points."""
     axis = "tokens" if "tokens" in axes else "parameters" if {"teacher", "size"} & set(axes) else ""
     lines, measures = lines_of(axes, groups, axis), [m for m in ("ce", "kl", "answers") if m in groups[0]["found"]]
     columns = list(dict.fromkeys(rest for _, rest in lines)) or [""]
