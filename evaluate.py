@@ -22,11 +22,9 @@ import math
 import os
 import random
 import re
-import time
 import typing
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -34,8 +32,21 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from distill import layers, reach, unmark
+from kernels import medians
 from mixers import MIXERS, build
-from surgery import CACHE, BadInput, Parser, cli, is_hub_name, load_teacher, read_json, reading, transplant
+from surgery import (
+    CACHE,
+    SHAPE,
+    BadInput,
+    Config,
+    Parser,
+    cli,
+    is_hub_name,
+    load_teacher,
+    read_json,
+    reading,
+    transplant,
+)
 
 # ------------------------------------------------------------------ the machine
 
@@ -804,26 +815,30 @@ def after(model, T, new):
     return state
 
 
+def decode(model, state, new):
+    """`new` greedy tokens after a state."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device)
+    for _ in range(new):
+        h, state = model.trunk(token, state)
+        model.head(h[:, -1]).argmax(-1).item()
+
+
 @torch.no_grad()
 def print_decoding(models, lengths, new=16, repeats=5):
-    """Tokens a second and bytes of state against context, for [(name, model)]; -> rows [name, T, tokens/s, bytes]."""
-    rows, token = [], torch.zeros(1, 1, dtype=torch.long)
+    """Tokens a second and bytes of state against context, for [(name, model)]; -> rows [name, T, tokens/s, bytes].
+
+    All models and lengths are timed in turn, so all their states are there at once.
+    """
+    pairs = itertools.product(lengths, models)
+    states = {(name, T): (model, after(model, T, new)) for T, (name, model) in pairs}
+    seconds = medians({key: functools.partial(decode, *pair, new) for key, pair in states.items()}, repeats)
+    floats = lambda state: [z for layer in state for z in layer.values() if z.is_floating_point()]
+    size = {key: sum(z.numel() * z.element_size() for z in floats(state)) for key, (_, state) in states.items()}
     print(f"{'context':>8}" + "".join(f"{name[:24]:>26}" for name, _ in models) + "   (tokens/s, MiB of state)")
     for T in lengths:
-        line = f"{T:>8}"
-        for name, model in models:
-            at, speeds, start = token.to(model.embed.weight.device), [], after(model, T, new)
-            for _ in range(repeats):
-                state, began = start, time.perf_counter()
-                for _ in range(new):
-                    h, state = model.trunk(at, state)
-                    model.head(h[:, -1]).argmax(-1).item()
-                speeds.append(new / (time.perf_counter() - began))
-            size = sum(z.numel() * z.element_size() for layer in start for z in layer.values() if z.is_floating_point())
-            rows.append([name, T, sorted(speeds)[repeats // 2], size])
-            line += f"{rows[-1][2]:>14.1f}{size / 2**20:>12.1f}"
-        print(line)
-    return rows
+        line = (f"{new / seconds[name, T]:>14.1f}{size[name, T] / 2**20:>12.1f}" for name, _ in models)
+        print(f"{T:>8}" + "".join(line))
+    return [[*key, new / seconds[key], size[key]] for key in states]
 
 
 def draw_decoding(path, rows):
@@ -932,10 +947,17 @@ def with_lm_eval(model, tokenizer, names, limit, shots, device):
 # ------------------------------------------------------------------ the mixers, side by side
 
 
+def mixing(mixer, T):
+    """FLOPs of a token beside the weights: 4 to 9 a number of S; of softmax after T tokens 4 a number of T keys."""
+    state = mixer(mixer.q.weight.new_zeros(1, 1, mixer.width))[1]
+    each = 4 + (mixer.decay in ("head", "channel")) + {"delta": 2, "own key": 4}.get(mixer.write, 0)
+    return each * (state["S"].numel() if "S" in state else T * mixer.heads * mixer.head_dim)
+
+
 @torch.no_grad()
 def print_mixers(T=2048):
     """Print what each mixer adds to attention's weights, its state, a token's cost, and how far its forms differ."""
-    config = SimpleNamespace(width=576, heads=9, kv_heads=3, head_dim=64, rope_base=1e5)  # SmolLM2-135M
+    config = Config(**SHAPE)
     print(f"One layer, width {config.width}, {config.heads} heads of {config.head_dim}; softmax after {T} tokens.")
     print("new: weights beside q, k, v, o. state: floats. MFLOP of a token: 2 a weight, 4 to 9 a number of S.")
     print("MB of a token: weights in bf16 and the state in float32 read, a state that does not grow written too.\n")
@@ -946,10 +968,9 @@ def print_mixers(T=2048):
         loop, fast = (mixer(x, form=form)[0] for form in ("recurrent", "chunked"))
         weights, state = sum(p.numel() for p in mixer.parameters()), mixer.state_size(T)
         new = weights - sum(getattr(mixer, n).weight.numel() for n in "qkvo")
-        S = mixer(x[:, :1])[1].get("S", torch.empty(T, config.heads, config.head_dim)).numel()
-        each = 4 + (cls.decay in ("head", "channel")) + {"delta": 2, "own key": 4}.get(cls.write, 0)
         moved = 2 * weights + (4 if name == "softmax" else 8) * state
-        row = f"{name:<12}{cls.decay:<9}{cls.write:<9}{new:>9,}{state:>9,}{(2 * weights + S * each) / 1e6:>7.2f}"
+        work = 2 * weights + mixing(mixer, T)
+        row = f"{name:<12}{cls.decay:<9}{cls.write:<9}{new:>9,}{state:>9,}{work / 1e6:>7.2f}"
         source = re.search(r"arXiv ([\d.]+\d)|$", cls.__doc__ or "")[1] or ""
         print(f"{row}{moved / 1e6:>7.2f}{(loop - fast).abs().max():>8.0e}  {source}")
 

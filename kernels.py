@@ -2,17 +2,21 @@
 
 `chunked` gives the same answer as `mixers.recurrent`: outputs, final state and gradients, in PyTorch, on any device.
 `kernel` is `chunked` with its loop over chunks in two Triton kernels, and one more for a single token.
-Read `recurrent` first. This file knows nothing of models: tensors go in, tensors come out. It imports without triton.
+Read `recurrent` first. Up to its last section this file knows nothing of models: tensors go in, tensors come out. It
+imports without triton.
 
 `python kernels.py` checks the kernels, times them on a GPU, and without one says what they would take there;
-`--bench cpu` times `chunked` against PyTorch's attention.
+`--bench cpu` times `chunked` against PyTorch's attention, and a 140m student's step and decoding against softmax's.
 """
 
 import functools
 import inspect
 import math
 import os
+import re
+import statistics
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -425,8 +429,6 @@ def compare(device):
 
 def resources(arch):
     """Build each kernel ahead of time for an architecture -> lines: registers, stack (spills) and shared memory."""
-    import pathlib
-    import re
     import subprocess
     import tempfile
 
@@ -446,7 +448,7 @@ def resources(arch):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(built.asm["cubin"])
             file.flush()
-            tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+            tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
             told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
         registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
         words = f"{registers:>4} registers, {stack:>4} bytes spilled, {built.metadata.shared / 1024:.0f} KiB shared"
@@ -505,6 +507,105 @@ def transformers_form():
     return lambda q, k, v, log_decay, beta: theirs(q, k, v, log_decay[..., 0], beta[..., 0], output_final_state=True)
 
 
+def exponent(sizes, values):
+    """p of values ≈ c · sizes^p: the least-squares slope between their logarithms."""
+    return statistics.linear_regression([math.log(n) for n in sizes], [math.log(x) for x in values]).slope
+
+
+def resident(field):
+    """Bytes of this process in memory: VmRSS now, VmHWM at most so far; nan without Linux's /proc."""
+    status = Path("/proc/self/status")
+    return 1024 * int(re.search(rf"{field}:\s+(\d+)", status.read_text())[1]) if status.exists() else math.nan
+
+
+def peak(T, H, K):
+    """Bytes by which `growth`'s cell, its inputs and its gradients raise the memory of this process at most.
+
+    The high-water mark of the resident set less what was resident before q, k, v were made: what PyTorch and its
+    libraries touched, not what they asked for. Only a new process tells it: an old one has freed memory to use again.
+    """
+    cell = functools.partial(example, "head", "delta", 1, H=H, K=K, V=K)
+    run(chunked, *cell(64))  # what the libraries keep for themselves
+    before = resident("VmRSS")
+    run(chunked, *cell(T))
+    return resident("VmHWM") - before
+
+
+def growth(lengths=tuple(1024 << i for i in range(7)), H=9, K=64):
+    """Print how time and memory of gated_delta's cell, forward and backward, grow with T."""
+    import multiprocessing
+
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        share = fresh.apply(peak, (lengths[-1], H, K)) / (2 * 3 * 4 * lengths[-1] * H * K)
+    found = medians({T: functools.partial(run, chunked, *example("head", "delta", 1, T, H, K, K)) for T in lengths})
+    print("head, delta, B 1: " + ", ".join(f"T {T} {seconds * 1000:.0f} ms" for T, seconds in found.items()))
+    print(f"  time grows as T^{exponent(lengths, found.values()):.2f} (aim: below 1.1)")
+    print(f"  peak memory at T {lengths[-1]}: {share:.1f} × q, k, v and their gradients (aim: 3 at most)")
+
+
+def of_140m(**smaller):
+    """-> (a teacher of 140m's shape with random weights, {mixer: its student}), or of a smaller shape."""
+    from surgery import SHAPE, Config, Transformer, linearize
+
+    teacher = Transformer(Config(**SHAPE | smaller))
+    return teacher, {name: linearize(teacher, name) for name in ("softmax", "gated_delta")}
+
+
+@torch.no_grad()
+def forward_flops(model, T):
+    """FLOPs of a token in a sequence of T: 2 a weight, 4 to 9 a number of S, of softmax 4 a number of T / 2 keys."""
+    from distill import Stage
+    from evaluate import mixing
+    from train import flops_per_token
+
+    weights = flops_per_token(model, Stage("ce", 1.0, 0.0)) / 3  # of forward and backward
+    return weights + sum(mixing(block.mixer, T // 2) for block in model.blocks)
+
+
+def step(sequences=4, T=512, **smaller):
+    """Print time and work of a training step (both forwards, backward, AdamW) of gated_delta and of softmax.
+
+    Work is `forward_flops`, three times for the student and once for the teacher. The rate is 0: the same work, and the
+    two students share what they do not swap.
+    """
+    import copy
+
+    import train
+    from distill import RECIPES
+    from evaluate import precision
+
+    (teacher, students), dtype, (stage,) = of_140m(**smaller), precision("cpu")[0], RECIPES["default"]
+    frozen = copy.deepcopy(teacher).to(dtype).requires_grad_(False)
+    args, tokens = train.parser().parse_args(["--device", "cpu"]), torch.randint(teacher.config.vocab, (sequences, T))
+    forms, work, rate = {}, {}, train.matmul_rate("cpu", dtype)
+    for name, student in students.items():
+        made = train.Run(args, None, student, frozen, None, None, None, [], dtype)
+        forms[name] = functools.partial(train.one_step, made, tokens, stage, train.optimizer_for(student, stage), 0.0)
+        work[name] = tokens.numel() * (3 * forward_flops(student, T) + forward_flops(frozen, T))
+    found = medians(forms)
+    print(f"training step, 140m, {sequences} × {T}, {dtype}; a matmul alone: {rate / 1e9:.0f} GFLOP/s")
+    for name, seconds in found.items():
+        print(f"  {name}: {seconds:.2f} s, {work[name] / seconds / rate:.0%} of the matmul's rate (aim: 50% at least)")
+    print(f"  gated_delta over softmax: {found['gated_delta'] / found['softmax']:.2f} (aim: 1.25 at most)")
+
+
+def decoding(lengths=(1024, 4096, 8192, 16384, 32768), last=65536, **smaller):
+    """Print tokens a second of gated_delta at 140m against context, alone to `last`, then beside its teacher."""
+    from evaluate import autocast, precision, print_decoding
+
+    (teacher, students), dtype = of_140m(**smaller), precision("cpu")[0]
+    student = "gated_delta", students["gated_delta"].to(dtype)
+    print(f"decoding, 140m, {dtype}")
+    with autocast("cpu", dtype):
+        alone = {T: speed for _, T, speed, _ in print_decoding([student], (*lengths, last))}
+        rows = print_decoding([student, ("teacher", teacher.to(dtype))], lengths)
+    speed = {(name, T): speed for name, T, speed, _ in rows}
+    flat = alone[last] / alone[lengths[0]]
+    print(f"  gated_delta's speed after {last} tokens over that after {lengths[0]}: {flat:.2f} (aim: 0.95 at least)")
+    for T in lengths:
+        print(f"  gated_delta over teacher at {T}: {speed['gated_delta', T] / speed['teacher', T]:.2f}")
+
+
 def main():
     """Check and time, or say what a GPU would be asked for."""
     import argparse
@@ -515,7 +616,11 @@ def main():
     parser.add_argument("--bench", choices=["cpu"], help="time chunked against PyTorch's attention on this CPU")
     args = parser.parse_args()
     if args.bench:
-        return bench("cpu", ((4, 512), (1, 2048), (1, 8192)))
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as train.py does: large pages
+        bench("cpu", ((4, 512), (1, 2048), (1, 8192)))
+        growth()
+        step()
+        return decoding()
     if triton is None:
         parser.error("triton is not installed: pip install triton; chunked, in PyTorch, needs none")
     cuda = torch.cuda.is_available()

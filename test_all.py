@@ -314,6 +314,24 @@ def test_kernels_fall_back_aloud(capsys):
     assert capsys.readouterr().err.count("chunked, in PyTorch, runs instead") == 1
 
 
+def test_bench_counts_and_fits(capsys):
+    sizes = [1024, 2048, 8192]
+    assert kernels.exponent(sizes, [3e-3 * n**1.5 for n in sizes]) == pytest.approx(1.5)
+    assert kernels.exponent([1, 2, 4], [2, 2, 8]) == pytest.approx(1)  # a line through three points, not through two
+    shape = dict(vocab=300, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96)
+    _, students = kernels.of_140m(**shape)
+    cells = {"softmax": 4 * 20 * 4 * 16, "gated_delta": 7 * 4 * 16 * 16}  # twice T / 2 keys; a decay, 2 reads, a write
+    for name, student in students.items():
+        mixer = student.blocks[0].mixer
+        weights = sum(p.numel() for block in student.blocks for p in block.parameters()) + 300 * 64
+        assert kernels.forward_flops(student, 40) == 2 * weights + 2 * cells[name]
+        assert evaluate.mixing(mixer, 20) == cells[name]
+    kernels.step(1, 20, **shape)
+    kernels.decoding((16,), 32, **shape)
+    told = capsys.readouterr().out
+    assert "over softmax" in told and "over teacher at 16" in told
+
+
 def test_oracle_kernels_fit_their_cards():
     pytest.importorskip("triton")
     quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
