@@ -615,8 +615,11 @@ class Softmax(Mixer):
         if past.old or past.mask is not None or 0 < self.sliding < T:
             allowed = self.seen(position, before, T)[:, None]
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))
+        if T == 1:  # the query heads of a key head as rows of one: bf16 on a CPU takes a quarter of the time
+            q = q.unflatten(1, (self.kv_heads, -1)).squeeze(3)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None, enable_gqa=True)
-        return self.o(o.transpose(1, 2).flatten(2))
+        o = o.flatten(1, 2).unsqueeze(1) if T == 1 else o.transpose(1, 2)  # (B, T, H, V)
+        return self.o(o.flatten(2))
 
     def matrix(self, x):
         position = torch.arange(x.size(1), device=x.device)[None]
