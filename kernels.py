@@ -579,7 +579,7 @@ def step(sequences=4, T=512, **smaller):
     args, tokens = train.parser().parse_args(["--device", "cpu"]), torch.randint(teacher.config.vocab, (sequences, T))
     forms, work, rate = {}, {}, train.matmul_rate("cpu", dtype)
     for name, student in students.items():
-        made = train.Run(args, None, student, frozen, None, None, None, [], dtype)
+        made = train.Run(args, None, student, frozen, None, None, [], dtype)
         forms[name] = functools.partial(train.one_step, made, tokens, stage, train.optimizer_for(student, stage), 0.0)
         work[name] = tokens.numel() * (3 * forward_flops(student, T) + forward_flops(frozen, T))
     found = medians(forms)

@@ -1654,7 +1654,7 @@ def test_roles_have_rates_and_weights_decay():
             told = 0.5 if ".mixer." not in name else 1.0 if re.search(r"mixer\.[qkvo]\.", name) else 10.0
             assert group["rate"] == told, name
             assert group["weight_decay"] == (0.1 if p.dim() == 2 and name.endswith("weight") else 0.0), name
-    run = train.Run(types.SimpleNamespace(micro_batch=None, device="cpu"), None, student, *[None] * 5, torch.float32)
+    run = train.Run(types.SimpleNamespace(micro_batch=None, device="cpu"), None, student, *[None] * 4, torch.float32)
     before = {n: p.clone() for n, p in student.named_parameters()}
     optimizer = train.optimizer_for(student, stage)
     train.one_step(
@@ -1957,7 +1957,7 @@ def test_micro_batches_cost_memory_alone(teacher_folder, tmp_path, monkeypatch):
             tokens = torch.randint(0, 257, (4, 16))
             tokens = torch.where(torch.rand(4, 16) < 0.5, ~tokens, tokens)
             args = types.SimpleNamespace(micro_batch=micro, device="cpu")
-            run = train.Run(args, None, student, teacher, None, None, None, None, torch.float32)
+            run = train.Run(args, None, student, teacher, None, None, None, torch.float32)
             optimizer = train.optimizer_for(student, distill.Stage(loss, 1.0, 1e-3))
             losses = train.one_step(run, tokens, distill.Stage(loss, 1.0, 1e-3), optimizer, 0.0)
             grads.append((losses["loss"], [p.grad for p in student.parameters() if p.grad is not None]))

@@ -716,7 +716,7 @@ class Run:
     text: Text
     legs: list
     dtype: torch.dtype
-    facts: dict  # for scores.json
+    facts: dict = dataclasses.field(default_factory=dict)  # for scores.json
 
     def autocast(self):
         return evaluate.autocast(self.args.device, self.dtype)
