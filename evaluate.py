@@ -1005,7 +1005,7 @@ def draw_mixers(path, teacher_name, columns=5):
 
 MACHINE = {"out", "resume", "save_every", "micro_batch", "recompute", "dry_run", "report", "device", "commit", "torch"}
 MACHINE |= {"shard", "python", "threads", "date", "text", "source"}  # what of args.json is no choice between runs
-MEASURES = {"ce": "CE", "gap": "CE − teacher's", "kl": "KL", "agreement": "same top token", "answers": "answers right"}
+MEASURES = {"ce": "CE", "gap": "gap in CE", "kl": "KL", "agreement": "same top token", "answers": "answers right"}
 
 
 def report_runs(folder):
