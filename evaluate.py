@@ -811,6 +811,7 @@ def after(model, T, new):
     for block, old in zip(model.blocks, state):
         if block.mixer.decay == "softmax":
             old |= {name: old[name].expand(-1, T, -1, -1).clone() for name in "kv"}
+            old["at"] = torch.arange(T, device=old["at"].device)[None]
         old["position"] = torch.full_like(old["position"], min(T, model.config.context - new))
     return state
 

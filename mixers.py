@@ -158,21 +158,22 @@ class Past:
     def carry(self, name, x, n):
         """x (B, T, …) after the n rows before it (zeros at the start) -> (B, n + T, …); keeps the last n for next time.
 
-        Padding comes first, so that it does not stand between the kept rows and theirs.
+        Padding comes last, so what is kept ends where it begins.
         """
         tail = self.old[name] if name in self.old else x.new_zeros(len(x), n, *x.shape[2:])
         z = torch.cat([tail.to(x.dtype), x], 1)
-        if self.mask is not None and name in self.old:
-            z = take(z, F.pad(self.mask, (n, 0), value=True).int().argsort(dim=1, stable=True))
-        self.new[name] = z[:, z.size(1) - n :].clone()  # a view would keep all of z
+        if self.mask is None:
+            self.new[name] = z[:, x.size(1) :].clone()  # a view would keep all of z
+        else:
+            self.new[name] = take(z, self.mask.sum(1, keepdim=True) + torch.arange(n, device=x.device))
         return z
 
     def positions(self, x):
-        """-> (B | 1, T): how many real tokens came before each row of x."""
+        """-> (B | 1, T): how many real tokens came before each row of x, −1: it is padding."""
         count = torch.arange(1, x.size(1) + 1, device=x.device)[None] if self.mask is None else self.mask.cumsum(1)
         position = self.old.get("position", 0) + count - 1
         self.new["position"] = position[:, -1:].expand(len(x), 1) + 1
-        return position
+        return position if self.mask is None else position.masked_fill(~self.mask, -1)
 
 
 # ------------------------------------------------------------------ feature maps, decays, the window of a hybrid
@@ -316,12 +317,11 @@ def sliding_softmax(q, k, v, position, window, sinks, past):
     Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453). Queries come
     in N blocks of `rows`, each against the first tokens, the window before the block, and the block.
     """
-    (B, T), K, rows = q.shape[:2], q.size(-1), max(window, min(64, q.size(1)))
+    T, K, rows = q.size(1), q.size(-1), max(window, min(64, q.size(1)))
     q, kv = wide(q), wide(torch.cat([k, v], -1))
     blocks = lambda x: F.pad(x, (0, 0) * (x.dim() - 2) + (0, -T % rows)).unflatten(1, (-1, rows))
     head = torch.arange(sinks, device=q.device)
-    first = (position[:, None] == head[:, None]).expand(B, -1, -1)  # (B, sinks, T)
-    first = (first if past.mask is None else first & past.mask[:, None]).to(q.dtype)
+    first = (position[:, None] == head[:, None]).to(q.dtype)  # (B | 1, sinks, T)
     past.new["first"] = torch.einsum("bst,bthd->bshd", first, kv) + past.old.get("first", 0)
     kv = F.pad(past.carry("window", kv, window), (0, 0, 0, 0, 0, -T % rows)).unfold(1, window + rows, rows)
     first = past.new["first"].permute(0, 2, 3, 1)[:, None].expand(-1, kv.size(1), -1, -1, -1)
@@ -466,13 +466,13 @@ class Mixer(Heads):
         if mask is None:
             past = Past(state)
             return self.mix(x, past, form), past.new
-        order = mask.int().argsort(dim=1, stable=True)  # padding to the left; work; every row back in its place
+        order = (~mask).int().argsort(dim=1, stable=True)  # padding to the end; work; every row back in its place
         past = Past(state, take(mask, order))
         y = self.mix(take(x, order).masked_fill(~past.mask[..., None], 0), past, form)
         return take(y, order.argsort(1)), past.new
 
     def mix(self, x, past, form):
-        """`forward` with the padding, if any, on the left; fills past.new."""
+        """`forward` with the padding, if any, at the end; fills past.new."""
 
         def dress(o):  # (B, T, H, V)
             o = NORMS[self.norm](o, o.shape[-1:])
@@ -496,10 +496,6 @@ class Mixer(Heads):
             c |= {name: self.rotary(c[name], position) for name in "qk"}
             c |= {"erase": [self.rotary(z, position) for z in c["erase"]]} if "erase" in c else {}
         c["q"] = c["q"] * self.head_dim**-0.5
-        if past.mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
-            real = past.mask[..., None, None]
-            c |= {name: c[name] * real for name in ("k", "log_decay") if name in c}
-            c |= {"erase": (c["erase"][0], c["erase"][1] * real)} if "erase" in c else {}
         return position, plain, c
 
     def convolve(self, parts, past):
@@ -507,7 +503,7 @@ class Mixer(Heads):
         if not self.conv:
             return parts
         z = torch.cat([part.flatten(2) for part in parts], -1)
-        z = past.carry("tail", z if past.mask is None else z * past.mask[..., None], self.conv - 1)
+        z = past.carry("tail", z, self.conv - 1)
         y = F.conv2d(z.mT.unsqueeze(-1), self.taps, groups=z.size(-1))  # a channels-last image of width 1: no copies
         sizes = [part.size(-1) * self.heads for part in parts]
         return [split(part, self.heads) for part in y.squeeze(-1).mT.split(sizes, -1)]
@@ -524,6 +520,10 @@ class Mixer(Heads):
             c["k"] = c["k"] * (position >= self.sinks)[..., None, None]
             for name in c.keys() & {"k", "v", "log_decay"}:
                 c[name] = past.carry(f"late {name}", c[name], self.window)[:, : v.size(1)]
+        if past.mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
+            real = past.mask[..., None, None]
+            c |= {name: c[name] * real for name in ("k", "log_decay") if name in c}
+            c |= {"erase": (c["erase"][0], c["erase"][1] * real)} if "erase" in c else {}
         o, past.new["S"] = scan(**c, S=past.old.get("S"), form=form)
         o, total = (o[..., :-1], o[..., -1:]) if self.denominator else (o, None)
         if self.window:
@@ -589,44 +589,35 @@ class Softmax(Mixer):
         Heads.__init__(self, config, (H, kv, kv), (H * D, kv * D, kv * D, H * D))
         self.kv_heads, self.sliding = kv, getattr(config, "sliding", 0)
 
-    def rotated(self, x, position):
-        """-> q (B, T, H, K), k, v (B, T, kv heads, K)."""
-        q, k, v = self.projected(x)
-        return self.turned(q, position), self.turned(k, position), v
+    def streams(self, x, past):
+        """-> position, q (B, T, H, K), k, v (B, T, kv heads, K)."""
+        position, (q, k, v) = past.positions(x), self.projected(x)
+        return position, self.turned(q, position), self.turned(k, position), v
 
-    def seen(self, position, before, n):
-        """Which of `before` + n columns each of the last n rows may look at, (B | 1, n, before + n)."""
-        rows, columns = (torch.arange(z, device=position.device) for z in (n, before + n))
-        back = before + rows[:, None] - columns
-        near = back < self.sliding if self.sliding else True
-        return (back >= 0) & near & ((back <= position[..., None]) | (back == 0))  # padding reads itself
+    def seen(self, rows, columns):
+        """Which columns each row may look at, by the positions of both: (B | 1, T), (B | 1, n) -> (B | 1, T, n)."""
+        back, real = rows[..., None] - columns[:, None], columns[:, None] >= 0
+        return (back >= 0) & (back < (self.sliding or math.inf)) & (real | (back == 0))  # padding reads padding
 
     def mix(self, x, past, form):
-        position, T = past.positions(x), x.size(1)
-        q, k, v = self.rotated(x, position)
-        before = past.old["k"].size(1) if past.old else 0
-        for name, z in (("k", k), ("v", v)):
-            if before and past.mask is None:
-                past.new[name] = torch.cat([past.old[name].to(z.dtype), z], 1)
-            else:  # padding may stand between the rows
-                past.new[name] = past.carry(name, z, before)
-        k, v = past.new["k"], past.new["v"]
+        position, q, k, v = self.streams(x, past)
+        for name, z in (("k", k), ("v", v), ("at", position.expand(len(x), -1))):
+            past.new[name] = torch.cat([past.old[name].to(z.dtype), z], 1) if past.old else z
         allowed = None
-        if past.old or past.mask is not None or 0 < self.sliding < T:
-            allowed = self.seen(position, before, T)[:, None]
-        q, k, v = (z.transpose(1, 2) for z in (q, k, v))
-        if T == 1:  # the query heads of a key head as rows of one: bf16 on a CPU takes a quarter of the time
+        if past.old or past.mask is not None or 0 < self.sliding < x.size(1):
+            allowed = self.seen(position, past.new["at"])[:, None]
+        q, k, v = (z.transpose(1, 2) for z in (q, past.new["k"], past.new["v"]))
+        if x.size(1) == 1:  # the query heads of a key head as rows of one: bf16 on a CPU takes a quarter of the time
             q = q.unflatten(1, (self.kv_heads, -1)).squeeze(3)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None, enable_gqa=True)
-        o = o.flatten(1, 2).unsqueeze(1) if T == 1 else o.transpose(1, 2)  # (B, T, H, V)
+        o = o.flatten(1, 2).unsqueeze(1) if x.size(1) == 1 else o.transpose(1, 2)  # (B, T, H, V)
         return self.o(o.flatten(2))
 
     def matrix(self, x):
-        position = torch.arange(x.size(1), device=x.device)[None]
-        q, k, _ = self.rotated(x, position)
+        position, q, k, _ = self.streams(x, Past())
         k = k.repeat_interleave(self.heads // self.kv_heads, 2)
         A = torch.einsum("bihk,bjhk->bhij", q, k) * self.head_dim**-0.5
-        return A.masked_fill(~self.seen(position, 0, x.size(1))[:, None], -math.inf).softmax(-1)
+        return A.masked_fill(~self.seen(position, position)[:, None], -math.inf).softmax(-1)
 
     def state_size(self, T=1):
         """Floats per layer and sequence after T tokens: the KV cache."""
