@@ -313,7 +313,7 @@ class Decay(PerHead):
 def sliding_softmax(q, k, v, position, window, sinks, past):
     """Softmax over the last `window` tokens and the first `sinks` of the sequence: linear in T, constant state.
 
-    q, k (B, T, H, K) rotated, v (B, T, H, V) -> Σ w v (B, T, H, V) and Σ w (B, T, H, 1), w = exp(q·k − the largest).
+    q, k (B, T, H, K) rotated, v (B, T, H, V) -> Σ w and Σ w v (B, T, H, 1 + V), w = exp(q·k − the largest).
     Without the first tokens, where a pretrained softmax parks weight, it breaks down (arXiv 2309.17453). Queries come
     in N blocks of `rows`, each against the first tokens, the window before the block, and the block.
     """
@@ -334,7 +334,7 @@ def sliding_softmax(q, k, v, position, window, sinks, past):
     s = s.masked_fill(~seen, -math.inf)
     w = (s - s.amax(-1, keepdim=True)).exp()
     o = torch.einsum("bnhij,bnhvj->bnihv", w, kv[..., K:, :])
-    return o.flatten(1, 2)[:, :T].to(v.dtype), w.sum(-1).mT.flatten(1, 2)[:, :T, :, None]
+    return torch.cat([w.sum(-1).mT.unsqueeze(-1), o], -1).flatten(1, 2)[:, :T]
 
 
 # ------------------------------------------------------------------ the mixer around a cell
@@ -510,13 +510,10 @@ class Mixer(Heads):
 
     def read(self, position, plain, c, past, form="auto", dress=lambda o: o):
         """-> o (B, T, H, V): what the recurrence recalls, dressed, and what the window sees."""
-        now, v = c.pop("now", None), c["v"]
+        now, v, scale, shared = c.pop("now", None), c["v"], self.level * self.scale, self.blend == "shared"
         if self.denominator:
-            c["v"] = F.pad(wide(v), (0, 1), value=1.0)  # the column of ones sums the weights
-        if self.window:
-            q, k = (self.turned(z, position) for z in plain[:2])
-            seen, weight = sliding_softmax(q, k, plain[2], position, self.window, self.sinks, past)
-        if self.blend == "shared":  # the recurrence meets a token when the window has passed it, a first one never
+            c["v"] = F.pad(wide(v), (1, 0), value=1.0)  # the column of ones sums the weights
+        if shared:  # the recurrence meets a token when the window has passed it, a first one never
             c["k"] = c["k"] * (position >= self.sinks)[..., None, None]
             for name in c.keys() & {"k", "v", "log_decay"}:
                 c[name] = past.carry(f"late {name}", c[name], self.window)[:, : v.size(1)]
@@ -525,19 +522,19 @@ class Mixer(Heads):
             c |= {name: c[name] * real for name in ("k", "log_decay") if name in c}
             c |= {"erase": (c["erase"][0], c["erase"][1] * real)} if "erase" in c else {}
         o, past.new["S"] = scan(**c, S=past.old.get("S"), form=form)
-        o, total = (o[..., :-1], o[..., -1:]) if self.denominator else (o, None)
         if self.window:
-            seen = F.pad(seen, (0, o.size(-1) - seen.size(-1)))  # nothing in the values that are wider than the head
-        if self.blend == "shared":
-            scale = (self.level * self.scale).abs()
-            o = (seen + scale * o) / (weight + scale * total)
-        elif self.denominator:
-            o = o / total.abs().clamp(min=1.0 if self.signed else 1e-6)
+            q, k = (self.turned(z, position) for z in plain[:2])
+            seen = sliding_softmax(q, k, plain[2], position, self.window, self.sinks, past)
+            seen = F.pad(seen, (0, v.size(-1) - plain[2].size(-1)))  # nothing in values that are wider than the head
+        if shared:
+            o = seen + scale.abs() * o
+        if self.denominator:
+            o = o[..., 1:] / o[..., :1].abs().clamp(min=1.0 if self.signed else 1e-6)
         o = dress((o if now is None else o + now * v).to(v.dtype))
-        if self.blend == "shared":
+        if shared:
             return o
-        o = o * (self.level * self.scale).to(v.dtype)
-        return o + (seen / weight).to(v.dtype) if self.window else o
+        o = o * scale.to(v.dtype)
+        return o + (seen[..., 1:] / seen[..., :1]).to(v.dtype) if self.window else o
 
     def matrix(self, x):
         """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before norm and gate."""
