@@ -198,40 +198,27 @@ def both(a, b):
     return torch.cat([a, b], -1)
 
 
-def hadamard(z, y):
-    """(A z + a) ⊙ (B z + b) around z itself: y holds both maps less the identity and 1."""
-    return (z + y[0]) * (1 + y[1])
-
-
-def hedgehog(y):
-    """[softmax(y), softmax(−y)]."""
-    return both(y.softmax(-1), (-y).softmax(-1))
-
-
-def waves(y):
-    """[sin y, cos y]: φ(q)·φ(k) = Σ cos(q − k)."""
-    return both(y.sin(), y.cos())
-
-
 def taylor(y):
     """[1, y, y ⊗ y / √2]: φ(q)·φ(k) = 1 + s + s²/2 with s = q·k."""
     return torch.cat([torch.ones_like(y[..., :1]), y, (y.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2) / 2**0.5], -1)
 
 
-# φ of z (B, T, H, K): (maps to start from, is φ(q)·φ(k) ≥ 0, φ). M: z -> one (B, T, H, K') per map; t goes from 0 at
-# the first token to π/2 at the end of the context and stays. exp(q·k) stays in reach by bringing z to length 2.
+# φ of z (B, T, H, K): (maps to start from, is φ(q)·φ(k) ≥ 0, what z passes first, φ). φ reads z, t from 0 at the first
+# token to π/2 at the end of the context and after, and what each map makes of z, (B, T, H, K'). At length 2 exp(q·k)
+# stays in reach. hadamard, (A z + a) ⊙ (B z + b), starts around z itself: its maps are both less the identity and 1.
+same, normed, at_2 = lambda z: z, lambda z: F.layer_norm(z, z.shape[-1:]), lambda z: 2 * unit(z)
 FEATURES = {
-    "none": (None, False, lambda z, M, t: z),
-    "relu": (None, True, lambda z, M, t: F.relu(z)),
-    "elu": (None, True, lambda z, M, t: F.elu(z) + 1),  # 2006.16236
-    "hadamard": (lambda K: identity(K, 2) / 10, False, lambda z, M, t: hadamard(z, M(z))),  # 2504.14366
-    "t2r": (identity, True, lambda z, M, t: F.relu(M(z)[0])),  # 2103.13076
-    "hedgehog": (identity, True, lambda z, M, t: hedgehog(M(z)[0])),  # 2402.04347
-    "rebased": (lambda K: torch.ones(1, K), True, lambda z, M, t: M(F.layer_norm(z, z.shape[-1:]))[0].square()),
-    "taylor": (lambda K: random_maps(K, 16) / K**0.5, True, lambda z, M, t: taylor(M(2 * unit(z))[0])),  # 2402.18668
-    "cosformer": (None, True, lambda z, M, t: both(F.relu(z) * t.cos(), F.relu(z) * t.sin())),  # 2202.08791
-    "performer": (random_maps, True, lambda z, M, t: torch.exp(M(2 * unit(z))[0] - 2)),  # 2009.14794
-    "rfa": (random_maps, False, lambda z, M, t: waves(M(2 * unit(z))[0])),  # 2103.02143
+    "none": (None, False, same, lambda z, t: z),
+    "relu": (None, True, same, lambda z, t: F.relu(z)),
+    "elu": (None, True, same, lambda z, t: F.elu(z) + 1),  # 2006.16236
+    "hadamard": (lambda K: identity(K, 2) / 10, False, same, lambda z, t, a, b: (z + a) * (1 + b)),  # 2504.14366
+    "t2r": (identity, True, same, lambda z, t, y: F.relu(y)),  # 2103.13076
+    "hedgehog": (identity, True, same, lambda z, t, y: both(y.softmax(-1), (-y).softmax(-1))),  # 2402.04347
+    "rebased": (lambda K: torch.ones(1, K), True, normed, lambda z, t, y: y.square()),  # 2402.10644
+    "taylor": (lambda K: random_maps(K, 16) / K**0.5, True, at_2, lambda z, t, y: taylor(y)),  # 2402.18668
+    "cosformer": (None, True, F.relu, lambda z, t: both(z * t.cos(), z * t.sin())),  # 2202.08791
+    "performer": (random_maps, True, at_2, lambda z, t, y: torch.exp(y - 2)),  # 2009.14794
+    "rfa": (random_maps, False, at_2, lambda z, t, y: both(y.sin(), y.cos())),  # 2103.02143: Σ cos(q − k)
 }
 
 
@@ -240,8 +227,8 @@ class Feature(nn.Module):
 
     def __init__(self, name, heads, dim, context):
         super().__init__()
-        maps, _, self.phi = FEATURES[name]
-        self.context = context
+        maps, _, self.before, self.phi = FEATURES[name]
+        self.context, self.maps = context, None
         if maps:
             start = maps(dim)  # (n, K, K'), or (n, K) for a gain per channel
             self.maps = nn.Parameter(torch.stack([start] * heads, 1))
@@ -249,11 +236,12 @@ class Feature(nn.Module):
 
     def forward(self, z, position):
         t = (position[..., None, None] / self.context).clamp(max=1) * (math.pi / 2)
-        return self.phi(wide(z), self.mapped, t)
-
-    def mapped(self, z):
+        z = self.before(wide(z))
+        if self.maps is None:
+            return self.phi(z, t)
         letters = "bthk,nhk->nbthk" if self.maps.dim() == 3 else "bthk,nhkj->nbthj"
-        return wide(torch.einsum(letters, z.to(self.maps.dtype), self.maps)) + self.shift[:, None, None]
+        y = wide(torch.einsum(letters, z.to(self.maps.dtype), self.maps)) + self.shift[:, None, None]  # one a map
+        return self.phi(z, t, *y)
 
 
 def half_lives(heads, shortest=16, longest=512):
