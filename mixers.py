@@ -244,11 +244,6 @@ class Feature(nn.Module):
         return self.phi(z, t, *y)
 
 
-def half_lives(heads, shortest=16, longest=512):
-    """-> (heads,): geometric half-lives in tokens, some near and some far; log_decay is −ln 2 over them."""
-    return shortest * (longest / shortest) ** torch.linspace(0, 1, heads)
-
-
 class PerHead(nn.Module):
     """W x + bias in float32, one number per head or dim per head: (B, T, width) -> (B, T, H, dim). W starts near 0.
 
@@ -278,10 +273,9 @@ class Decay(PerHead):
         self.constant, self.cap = rate, cap
         if rate is None:
             self.A_log = nn.Parameter(torch.zeros(mixer.heads, 1))
-        self.remember(half_lives(mixer.heads))
 
     def remember(self, half_life):
-        """Set the bias so that heads start with these half-lives, (H,) in tokens, where W x is 0."""
+        """Set the bias to half-lives, (H,) in tokens: log_decay = −ln 2 / half_life where W x is 0."""
         z = torch.log(torch.expm1(math.log(2) / half_life / (self.constant or 1)))
         z = self.cap * torch.atanh((z / self.cap).clamp(-0.99, 0.99)) if self.cap else z
         self.bias.data.copy_(z[:, None].expand_as(self.bias))
@@ -408,6 +402,7 @@ class Mixer(Heads):
         self.register_buffer("level", torch.full((H, 1), 0.1 if self.window else 1.0))
         self.scale = nn.Parameter(torch.ones(H, 1))
         self.parts()
+        self.remember(16 * 32 ** torch.linspace(0, 1, H))  # some near and some far
 
     def checked(self, options):
         """-> all options with their values; ValueError names the first that cannot be."""
@@ -827,7 +822,6 @@ class RWKV7(Mixer):
         H, K = self.heads, self.K
         self.w, self.a = (PerHead(self, K, rank=self.head_dim, start=math.log(0.25 / 0.75)) for _ in range(2))
         self.xi, self.alpha, self.bonus = (nn.Parameter(torch.full((H, K), z)) for z in (1.0, 1.0, 0.0))
-        self.remember(half_lives(H))
 
     def remember(self, half_life):
         kept = (math.log(2) / half_life * math.exp(0.5)).clamp(max=0.99)
