@@ -86,24 +86,9 @@ class Rotary:
     """
 
     def __init__(self, dim, base, scaling=None):
-        s, self.factor = scaling or {}, 1.0
-        kind, factor = s.get("rope_type", s.get("type", "default")), s.get("factor") or 1.0
         with torch.device("cpu"):
             f = 1 / base ** (torch.arange(0, dim, 2) / dim)  # in this order, in float32: the bits count at position 10⁵
-            if kind == "linear":
-                f = f / factor
-            elif kind == "divisors":  # as a GGUF of Llama 3 has them
-                f = f / torch.tensor(s["divisors"])
-            elif kind == "llama3":  # long waves are stretched, short ones are not, those between by parts
-                turns = s["original_max_position_embeddings"] * f / (2 * math.pi)
-                low, high = s["low_freq_factor"], s["high_freq_factor"]
-                f = f * torch.lerp(
-                    torch.tensor(1 / factor), torch.tensor(1.0), ((turns - low) / (high - low)).clamp(0, 1)
-                )
-            elif kind == "yarn":
-                f, self.factor = yarn(f, dim, base, factor, s)
-            elif kind != "default":
-                raise ValueError(f"rope_scaling {kind!r} is not known here; linear, llama3 and yarn are")
+            f, self.factor = stretched(f, base, scaling or {})
         self.frequency = f.tolist()
 
     def __call__(self, x, position):
@@ -114,18 +99,33 @@ class Rotary:
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
 
 
-def yarn(f, dim, base, factor, s):
-    """f stretched by parts, and what cos and sin are multiplied with (arXiv 2309.00071 eq. 19-22)."""
-    turning = lambda turns: math.log(s["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(base)
-    low, high = (dim / 2 * turning(s.get(name) or usual) for name, usual in (("beta_fast", 32), ("beta_slow", 1)))
-    if s.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    stretch = ((torch.arange(len(f)) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    grown = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-    m, all_m = s.get("mscale"), s.get("mscale_all_dim")
-    usual = grown(m) / grown(all_m) if m and all_m else grown(1)
-    return f * torch.lerp(torch.tensor(1.0), torch.tensor(1 / factor), stretch), s.get("attention_factor") or usual
+def stretched(f, base, s):
+    """f (dim / 2,), radians a token -> (f as the scaling s has it, what cos and sin are multiplied with).
+
+    llama3 and yarn (eq. 19-22) leave the waves that turn often in the old context, stretch the long ones by the whole
+    factor and those between in part.
+    """
+    kind, factor = s.get("rope_type", s.get("type", "default")), s.get("factor") or 1.0
+    evenly = {"default": 1.0, "linear": factor, "divisors": s.get("divisors")}  # the last in a GGUF of Llama 3
+    if kind in evenly:
+        return f / torch.tensor(evenly[kind]), 1.0
+    if kind not in ("llama3", "yarn"):
+        raise ValueError(f"rope_scaling {kind!r} is not known here; linear, llama3 and yarn are")
+    old = s["original_max_position_embeddings"]
+    if kind == "llama3":
+        low, high, sharper = s["low_freq_factor"], s["high_freq_factor"], 1.0
+        kept = (old * f / (2 * math.pi) - low) / (high - low)
+    else:
+        index = lambda turns: len(f) * math.log(old / (2 * math.pi * turns), base)  # of the wave that turns so often
+        low, high = index(s.get("beta_fast") or 32), index(s.get("beta_slow") or 1)
+        if s.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * len(f) - 1)
+        kept = 1 - (torch.arange(len(f)) - low) / max(high - low, 1e-3)
+        grown = lambda m: 0.1 * m * math.log(max(factor, 1)) + 1
+        m, all_m = s.get("mscale"), s.get("mscale_all_dim")
+        sharper = s.get("attention_factor") or (grown(m) / grown(all_m) if m and all_m else grown(1))
+    return f * torch.lerp(torch.tensor(1 / factor), torch.tensor(1.0), kept.clamp(0, 1)), sharper
 
 
 def wide(x):
