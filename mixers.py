@@ -139,11 +139,6 @@ def unit(x):
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def split(x, heads):
-    """(B, T, H D) -> (B, T, H, D)."""
-    return x.unflatten(-1, (heads, -1))
-
-
 def take(x, order):
     """Row order[b, t] of x[b] for every b and t: x (B, T, …), order (B, T') -> (B, T', …)."""
     return x[torch.arange(len(x), device=x.device)[:, None], order]
@@ -329,21 +324,22 @@ CHOICES = dict(feature=FEATURES, gate=GATES, norm=NORMS, blend=("add", "shared")
 class Heads(nn.Module):
     """What a teacher's attention and every mixer have: q, k, v, o, the teacher's biases, norms and rotary embedding."""
 
-    def __init__(self, config, heads, widths):
-        """heads: how many of q, k, v; widths: channels of all heads of q, k, v and what o reads."""
+    def __init__(self, config, kv_heads, K, V):
+        """kv_heads: how many of k and of v; K, V: channels of a head of q and k, and of v and what o reads."""
         super().__init__()
-        self.width, self.heads, self.head_dim, self.counts = config.width, config.heads, config.head_dim, heads
+        self.width, self.heads, self.kv_heads, self.head_dim = config.width, config.heads, kv_heads, config.head_dim
+        self.widths = K, K, V
         self.rotates, self.eps = bool(config.rope_base), getattr(config, "norm_eps", 1e-5)
         self.rotary = Rotary(self.head_dim, config.rope_base or 1e4, getattr(config, "rope_scaling", None))
-        biases, (*qkv, o) = getattr(config, "biases", ()), widths
-        self.q, self.k, self.v = (nn.Linear(self.width, n, bias="qkv" in biases) for n in qkv)
-        self.o = nn.Linear(o, self.width, bias="o" in biases)
+        biases, sizes = getattr(config, "biases", ()), (self.heads * K, kv_heads * K, kv_heads * V)
+        self.q, self.k, self.v = (nn.Linear(self.width, n, bias="qkv" in biases) for n in sizes)
+        self.o = nn.Linear(self.heads * V, self.width, bias="o" in biases)
         if getattr(config, "head_norm", False):
             self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, self.eps) for _ in "qk")
 
     def projected(self, x):
         """x (B, T, width) -> q, k, v (B, T, heads, ≥ head_dim), of q and k the first head_dim channels normed."""
-        q, k, v = (split(z(x), n) for z, n in zip((self.q, self.k, self.v), self.counts))
+        q, k, v = (z(x).unflatten(-1, (-1, n)) for z, n in zip((self.q, self.k, self.v), self.widths))
         if hasattr(self, "q_norm"):
             D = self.head_dim
             q = torch.cat([self.q_norm(q[..., :D]), q[..., D:]], -1)
@@ -384,7 +380,7 @@ class Mixer(Heads):
         if D % 2 and (options["rope"] or options["window"]):
             raise ValueError(f"head_dim {D}: rope and a window turn pairs of channels; wanted an even one")
         K, V = K * D, V * D
-        super().__init__(config, (H, H, H), (H * K, H * K, H * V, H * V))
+        super().__init__(config, H, K, V)
         for name, value in options.items():
             setattr(self, name, value)
         if self.conv:
@@ -488,8 +484,8 @@ class Mixer(Heads):
         z = torch.cat([part.flatten(2) for part in parts], -1)
         z = past.carry("tail", z, self.conv - 1)
         y = F.conv2d(z.mT.unsqueeze(-1), self.taps, groups=z.size(-1))  # a channels-last image of width 1: no copies
-        sizes = [part.size(-1) * self.heads for part in parts]
-        return [split(part, self.heads) for part in y.squeeze(-1).mT.split(sizes, -1)]
+        parts = y.squeeze(-1).mT.split([self.heads * n for n in self.widths], -1)
+        return [part.unflatten(-1, (-1, n)) for part, n in zip(parts, self.widths)]
 
     def read(self, position, plain, c, past, form="auto", dress=lambda o: o):
         """-> o (B, T, H, V): what the recurrence recalls, dressed, and what the window sees."""
@@ -565,9 +561,8 @@ class Softmax(Mixer):
     def __init__(self, config, **options):
         if options:
             raise ValueError(f"mixer 'softmax' takes no options, got {', '.join(options)}")
-        H, kv, D = config.heads, config.kv_heads, config.head_dim
-        Heads.__init__(self, config, (H, kv, kv), (H * D, kv * D, kv * D, H * D))
-        self.kv_heads, self.sliding = kv, getattr(config, "sliding", 0)
+        Heads.__init__(self, config, config.kv_heads, config.head_dim, config.head_dim)
+        self.sliding = getattr(config, "sliding", 0)
 
     def streams(self, x, past):
         """-> position, q (B, T, H, K), k, v (B, T, kv heads, K)."""
