@@ -39,7 +39,7 @@ def check(q, k, v, log_decay, beta, erase, S):
     per_channel = log_decay is not None and log_decay.shape[-1:] != (1,)
     wanted = {"q": (q, (B, T, H, K)), "k": (k, (B, T, H, K)), "v": (v, (B, T, H, V)), "S": (S, (B, H, K, V))}
     wanted |= {"log_decay": (log_decay, (B, T, H, K if per_channel else 1)), "beta": (beta, (B, T, H, 1))}
-    wanted |= {f"erase[{i}]": (x, (B, T, H, K)) for i, x in enumerate(erase or ())}
+    wanted |= {f"erase[{i}]": (x, (B, T, H, K)) for i, x in enumerate(() if erase is None else erase)}
     for name, (x, shape) in wanted.items():
         if x is not None and (x.shape != shape or x.device != q.device or not x.is_floating_point()):
             raise ValueError(f"{name}: wanted floats {shape} on {q.device}, got {x.dtype} {(*x.shape,)} on {x.device}")

@@ -472,8 +472,7 @@ class Mixer(Heads):
             q, k = self.phi["q"](q, position), self.phi["k"](k, position)
         c = self.cell(x, q, k, v)
         if self.rope and not early:
-            c |= {name: self.rotary(c[name], position) for name in "qk"}
-            c |= {"erase": [self.rotary(z, position) for z in c["erase"]]} if "erase" in c else {}
+            c |= {name: self.rotary(c[name], position) for name in ("q", "k", "erase") if name in c}
         c["q"] = c["q"] * self.head_dim**-0.5
         return position, plain, c
 
@@ -497,9 +496,7 @@ class Mixer(Heads):
             for name in c.keys() & {"k", "v", "log_decay"}:
                 c[name] = past.carry(f"late {name}", c[name], self.window)[:, : v.size(1)]
         if past.mask is not None:  # a zero key writes nothing, a zero log_decay forgets nothing
-            real = past.mask[..., None, None]
-            c |= {name: c[name] * real for name in ("k", "log_decay") if name in c}
-            c |= {"erase": (c["erase"][0], c["erase"][1] * real)} if "erase" in c else {}
+            c |= {name: c[name] * past.mask[..., None, None] for name in ("k", "erase", "log_decay") if name in c}
         o, past.new["S"] = scan(**c, S=past.old.get("S"), form=form)
         if self.window:
             q, k = (self.turned(z, position) for z in plain[:2])
@@ -826,7 +823,8 @@ class RWKV7(Mixer):
         q, k, log_decay, a = unit(q), unit(k), -math.exp(-0.5) * torch.sigmoid(self.w(x)), torch.sigmoid(self.a(x))
         kappa, k = unit(k * self.xi), k * (1 + (a - 1) * self.alpha)
         now = (q * self.bonus * k).sum(-1, keepdim=True)
-        return dict(q=q, k=k, v=v, log_decay=log_decay, erase=(kappa * (-log_decay).exp(), a * kappa), now=now)
+        erase = torch.stack([kappa * (-log_decay).exp(), a * kappa])
+        return dict(q=q, k=k, v=v, log_decay=log_decay, erase=erase, now=now)
 
 
 # ------------------------------------------------------------------ python mixers.py
