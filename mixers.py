@@ -273,7 +273,7 @@ class Decay(PerHead):
         """Set the bias to half-lives, (H,) in tokens: log_decay = −ln 2 / half_life where W x is 0."""
         z = torch.log(torch.expm1(math.log(2) / half_life / (self.constant or 1)))
         z = self.cap * torch.atanh((z / self.cap).clamp(-0.99, 0.99)) if self.cap else z
-        self.bias.data.copy_(z[:, None].expand_as(self.bias))
+        self.bias.data[:] = z[:, None]
 
     def rate(self):
         return self.constant or self.A_log.exp()
@@ -423,7 +423,7 @@ class Mixer(Heads):
     def cell(self, x, q, k, v):
         """x (B, T, width), q, k (B, T, H, K), v (B, T, H, V) -> arguments of `scan` by name.
 
-        One more, "now" (B, T, H, 1): how much of the current value is added to the output.
+        One more, "now", (B, T, H, 1) or what expands to it: how much of the current value is added to the output.
         """
         return dict(q=q, k=k, v=v) | (dict(log_decay=self.fade(x)) if hasattr(self, "fade") else {})
 
@@ -676,8 +676,7 @@ class Mamba2(Mixer):
 
     def cell(self, x, q, k, v):
         dt = self.fade.step(x)
-        now = self.skip.expand(*dt.shape)
-        return dict(q=q, k=k if self.discrete else k * dt, v=v, log_decay=-self.fade.rate() * dt, now=now)
+        return dict(q=q, k=k if self.discrete else k * dt, v=v, log_decay=-self.fade.rate() * dt, now=self.skip)
 
 
 @register
@@ -816,8 +815,7 @@ class RWKV7(Mixer):
         self.xi, self.alpha, self.bonus = (nn.Parameter(torch.full((H, K), z)) for z in (1.0, 1.0, 0.0))
 
     def remember(self, half_life):
-        kept = (math.log(2) / half_life * math.exp(0.5)).clamp(max=0.99)
-        self.w.bias.data.copy_(torch.logit(kept)[:, None].expand_as(self.w.bias))
+        self.w.bias.data[:] = torch.logit((math.log(2) / half_life * math.exp(0.5)).clamp(max=0.99))[:, None]
 
     def cell(self, x, q, k, v):
         q, k, log_decay, a = unit(q), unit(k), -math.exp(-0.5) * torch.sigmoid(self.w(x)), torch.sigmoid(self.a(x))
