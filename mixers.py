@@ -354,9 +354,9 @@ class Heads(nn.Module):
 class Mixer(Heads):
     """q, k, v projections -> short convolution -> φ -> the cell -> norm, gate -> output projection.
 
-    A mixer is a subclass: `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into
-    the arguments of `scan` by name, `defaults` sets options; `decay` and `write` are its labels in the grid. A `Decay`
-    called self.fade is applied and calibrated without more words.
+    A mixer is a subclass. The first line of its class is its row: `decay` and `write` as in the grid, and the options
+    that it sets. `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into the
+    arguments of `scan` by name. A `Decay` called self.fade is applied and calibrated without more words.
 
     Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), identity at start;
     qk_norm = q and k brought to length 1; rope = rotate them; feature = φ of them, a key of FEATURES; denominator =
@@ -373,6 +373,12 @@ class Mixer(Heads):
     decay, write, defaults, signed = "none", "add", {}, False  # signed: its denominator may change sign
     options = dict(conv=4, qk_norm=False, rope=False, feature="none", denominator=False, norm="none", gate="none")
     options |= dict(expand_k=1, expand_v=1, window=0, sinks=4, blend="add")
+
+    def __init_subclass__(cls, decay=None, write=None, signed=False, **defaults):
+        """class M(Mixer, decay=…, write=…, option=…); what is not given is the parent's."""
+        super().__init_subclass__()
+        cls.decay, cls.write, cls.signed = decay or cls.decay, write or cls.write, signed or cls.signed
+        cls.defaults = defaults or cls.defaults
 
     def __init__(self, config, **options):
         options = self.checked(options)
@@ -546,13 +552,12 @@ def build(name, config, **options):
 
 
 @register
-class Softmax(Mixer):
+class Softmax(Mixer, decay="softmax", write="softmax"):
     """The teacher's row: causal softmax attention, rotary, with shared key heads (arXiv 1706.03762).
 
     Its state grows with T. Of Mixer it takes `forward`.
     """
 
-    decay = write = "softmax"
     options = {}
 
     def __init__(self, config, **options):
@@ -597,51 +602,39 @@ class Softmax(Mixer):
 
 
 @register
-class Linear(Mixer):
+class Linear(Mixer, feature="hadamard"):
     """No decay, added writes, no denominator; φ(z) = (Az + a) ⊙ (Bz + b) or another feature (arXiv 2504.14366)."""
-
-    defaults = dict(feature="hadamard")
 
     def parts(self):
         self.level.fill_(1 / 64)  # a sum of some hundred tokens starts of order 1
 
 
 @register
-class T2R(Mixer):
+class T2R(Mixer, feature="t2r", denominator=True):
     """φ(z) = relu(W z + b), with a denominator (arXiv 2103.13076)."""
 
-    defaults = dict(feature="t2r", denominator=True)
-
 
 @register
-class Hedgehog(Mixer):
+class Hedgehog(Mixer, feature="hedgehog", denominator=True):
     """φ(z) = [softmax(W z), softmax(−W z)], with a denominator (arXiv 2402.04347)."""
 
-    defaults = dict(feature="hedgehog", denominator=True)
-
 
 @register
-class ReBased(Mixer):
+class ReBased(Mixer, feature="rebased", denominator=True):
     """φ(z) = (γ · LayerNorm(z) + β)², by channel, with a denominator (arXiv 2402.10644).
 
     The released code squares q·k instead, the same but for the products of two channels, at a state of K² rows.
     """
 
-    defaults = dict(feature="rebased", denominator=True)
-
 
 @register
-class Based(Mixer):
+class Based(Mixer, feature="taylor", denominator=True):
     """φ(q)·φ(k) = 1 + s + s²/2, s a product in 16 dimensions, with a denominator (arXiv 2402.18668)."""
 
-    defaults = dict(feature="taylor", denominator=True)
-
 
 @register
-class RetNet(Mixer):
+class RetNet(Mixer, decay="head", rope=True, gate="silu"):
     """Fixed decay γ_h = 1 − 2^(−5−h) per head, rotary q and k, gated (arXiv 2307.08621 eq. 8)."""
-
-    decay, defaults = "head", dict(rope=True, gate="silu")
 
     def parts(self):
         self.register_buffer("log_decay", torch.log1p(-(2.0 ** (-5 - torch.arange(self.heads))))[:, None])
@@ -651,10 +644,8 @@ class RetNet(Mixer):
 
 
 @register
-class SUPRA(RetNet):
+class SUPRA(RetNet, feature="t2r", rope=True):
     """φ = relu(W z + b), rotated after it, fixed decay exp(−2^(−8(h+1)/H)) per head (arXiv 2405.06640)."""
-
-    defaults = dict(feature="t2r", rope=True)
 
     def parts(self):
         slope = 2.0 ** (-8 * (torch.arange(self.heads) + 1) / self.heads)
@@ -662,13 +653,13 @@ class SUPRA(RetNet):
 
 
 @register
-class Mamba2(Mixer):
+class Mamba2(Mixer, decay="head", gate="silu"):
     """Keys times dt = softplus(w x + b), decay exp(−exp(A_log) dt) per head, skip D, gated (arXiv 2405.21060).
 
     Option discrete: no dt on the keys and no A_log, as in Llamba (arXiv 2502.14458).
     """
 
-    decay, defaults, options = "head", dict(gate="silu"), Mixer.options | dict(discrete=False)
+    options = Mixer.options | dict(discrete=False)
 
     def parts(self):
         self.fade = Decay(self, rate=1 if self.discrete else None)
@@ -680,15 +671,13 @@ class Mamba2(Mixer):
 
 
 @register
-class XLSTM(Mixer):
+class XLSTM(Mixer, decay="head", signed=True, denominator=True, gate="sigmoid", qk_norm=True):
     """mLSTM: keys times exp(i), decay sigmoid(−f), both capped; o over max(|denominator|, 1) (arXiv 2405.04517 eq. 19).
 
     The cap (2503.13427) keeps exp(i) finite; the running maximum that stabilises the uncapped form cancels out. q and k
     start at length 1, so that the denominator starts below 1: with a teacher's lengths it changes sign and training
     breaks down (20k tokens took KL from 2.75 to 6.27).
     """
-
-    decay, defaults, signed = "head", dict(denominator=True, gate="sigmoid", qk_norm=True), True
 
     def parts(self):
         self.fade, self.input = Decay(self, rate=1, cap=15), PerHead(self)
@@ -698,37 +687,31 @@ class XLSTM(Mixer):
 
 
 @register
-class GLA(Mixer):
+class GLA(Mixer, decay="channel", gate="silu"):
     """Decay per channel, sigmoid(−W₂ W₁ x − b)^(1/16) at rank 16, gated (arXiv 2312.06635)."""
-
-    decay, defaults = "channel", dict(gate="silu")
 
     def parts(self):
         self.fade = Decay(self, self.K, rank=16, rate=1 / 16)
 
 
 @register
-class DFW(Mixer):
+class DFW(Mixer, decay="channel"):
     """Decaying fast weights: decay sigmoid(−W x − b) per channel of the keys, full rank (arXiv 2210.04243).
 
     The authors' code has a second decay, per channel of the values, which does not fit the grid.
     """
-
-    decay = "channel"
 
     def parts(self):
         self.fade = Decay(self, self.K, rate=1)
 
 
 @register
-class MetaLA(Mixer):
+class MetaLA(Mixer, decay="channel", gate="silu"):
     """The key is what the decay leaves, k = 1 − α, α = sigmoid(−W_k x − b)^(1/16); W_k, the teacher's, makes the decay.
 
     The current token is added again by q·(w ⊙ k), w from 0 (arXiv 2411.10741; the authors' code puts a sigmoid around
     that product with v, and o is no longer linear in v). Its half-lives are as told only where W_k x is 0.
     """
-
-    decay, defaults = "channel", dict(gate="silu")
 
     def parts(self):
         self.fade = Decay(self, self.K, rank=0, rate=1 / 16)
@@ -741,13 +724,11 @@ class MetaLA(Mixer):
 
 
 @register
-class HGRN2(Mixer):
+class HGRN2(Mixer, decay="channel"):
     """k = 1 − α, α = γ + (1 − γ) sigmoid(−W_k x − b), the bound γ learned from near 0 (arXiv 2404.07904).
 
     Theirs are one γ a layer, growing with depth, and a SiLU on q.
     """
-
-    decay = "channel"
 
     def parts(self):
         self.fade = Decay(self, self.K, rank=0, rate=1)
@@ -759,13 +740,13 @@ class HGRN2(Mixer):
 
 
 @register
-class Delta(Mixer):
+class Delta(Mixer, write="delta"):
     """Each write first erases what its unit key already recalls, by β = σ(w x) (arXiv 2406.06484).
 
     Option negative: β = 2 σ(w x), so that S may flip along a key (arXiv 2411.12537).
     """
 
-    write, options = "delta", Mixer.options | dict(negative=False)
+    options = Mixer.options | dict(negative=False)
 
     def parts(self):
         start = 0.125 if self.negative else 0.25  # β = ¼, the nearest start (results/starts.md)
@@ -777,10 +758,8 @@ class Delta(Mixer):
 
 
 @register
-class Gated_Delta(Delta):
+class Gated_Delta(Delta, decay="head", gate="silu"):
     """delta, and all of S fades by exp(−exp(A_log) · softplus(w x + b)) per head (arXiv 2412.06464 eq. 10)."""
-
-    decay, defaults = "head", dict(gate="silu")
 
     def parts(self):
         super().parts()
@@ -788,10 +767,8 @@ class Gated_Delta(Delta):
 
 
 @register
-class KDA(Gated_Delta):
+class KDA(Gated_Delta, decay="channel", gate="sigmoid"):
     """gated_delta with a decay per channel at rank head_dim; sigmoid gate after the norm (arXiv 2510.26692)."""
-
-    decay, defaults = "channel", dict(gate="sigmoid")
 
     def parts(self):
         Delta.parts(self)
@@ -799,15 +776,13 @@ class KDA(Gated_Delta):
 
 
 @register
-class RWKV7(Mixer):
+class RWKV7(Mixer, decay="channel", write="own key", gate="sigmoid"):
     """S_t = w ⊙ S_{t-1} − (a ⊙ κ) ⊗ S_{t-1}ᵀκ + k̃ ⊗ v, κ = unit(ξ ⊙ k), k̃ = k ⊙ (1 + (a − 1) ⊙ α) (arXiv 2503.14456).
 
     It erases at κ what S held *before* the decay; `erase` reads after it, hence κ / w below, w = exp(−exp(−½) σ(…)) ≥
     0.545. With one w and one a per head and ξ = α = 1 this is S_t = w S_{t-1} + κ ⊗ a (v − S_{t-1}ᵀκ), gated_delta but
     for that order. q and k have length 1 here. The token shift and the first layer's values are left out.
     """
-
-    decay, write, defaults = "channel", "own key", dict(gate="sigmoid")
 
     def parts(self):
         H, K = self.heads, self.K
