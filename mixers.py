@@ -174,11 +174,6 @@ class Past:
 # ------------------------------------------------------------------ feature maps, decays, the window of a hybrid
 
 
-def identity(K, n=1):
-    """n maps to start from, (n, K, K)."""
-    return torch.eye(K).repeat(n, 1, 1)
-
-
 def random_maps(K, n=None, seed=0):
     """n ≤ K orthogonal directions of Gaussian length, the same in every layer (arXiv 2009.14794), (1, K, n)."""
     g = torch.Generator().manual_seed(seed)
@@ -202,6 +197,7 @@ def taylor(y):
 # token to π/2 at the end of the context and after, and what each map makes of z, (B, T, H, K'). At length 2 exp(q·k)
 # stays in reach. hadamard, (A z + a) ⊙ (B z + b), starts around z itself: its maps are both less the identity and 1.
 same, normed, at_2 = lambda z: z, lambda z: F.layer_norm(z, z.shape[-1:]), lambda z: 2 * unit(z)
+identity = lambda K, n=1: torch.eye(K).repeat(n, 1, 1)  # maps to start from, (n, K, K)
 FEATURES = {
     "none": (None, False, same, lambda z, t: z),
     "relu": (None, True, same, lambda z, t: F.relu(z)),
@@ -390,9 +386,7 @@ class Mixer(Heads):
         for name, value in options.items():
             setattr(self, name, value)
         if self.conv:
-            taps = torch.zeros(H * (2 * K + V), 1, self.conv, 1)
-            taps[:, :, -1] = 1
-            self.taps = nn.Parameter(taps)
+            self.taps = nn.Parameter(F.pad(torch.ones(H * (2 * K + V), 1, 1, 1), (0, 0, self.conv - 1, 0)))
         self.K = K  # of the keys that the cell sees
         if self.feature != "none":
             self.phi = nn.ModuleDict({n: Feature(self.feature, H, K, getattr(config, "context", 2048)) for n in "qk"})
