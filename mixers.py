@@ -350,9 +350,9 @@ class Heads(nn.Module):
 class Mixer(Heads):
     """q, k, v projections -> short convolution -> φ -> the cell -> norm, gate -> output projection.
 
-    A mixer is a subclass. The first line of its class is its row: `decay` and `write` as in the grid, and the options
-    that it sets. `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into the
-    arguments of `scan` by name. A `Decay` called self.fade is applied and calibrated without more words.
+    A mixer is a subclass. Its first line is its row: `decay` and `write` as in the grid, and options that it sets or
+    adds. `parts` makes its extra parameters (started near the teacher), `cell` turns (x, q, k, v) into the arguments of
+    `scan` by name. A `Decay` called self.fade is applied and calibrated without more words.
 
     Options, the same for all: conv = taps of a causal depthwise convolution on q, k, v (0: none), identity at start;
     qk_norm = q and k brought to length 1; rope = rotate them; feature = φ of them, a key of FEATURES; denominator =
@@ -366,15 +366,15 @@ class Mixer(Heads):
     `calibrate` has fitted the scales both start alike (results/starts.md).
     """
 
-    decay, write, defaults, signed = "none", "add", {}, False  # signed: its denominator may change sign
+    decay, write, signed = "none", "add", False  # signed: its denominator may change sign
     options = dict(conv=4, qk_norm=False, rope=False, feature="none", denominator=False, norm="none", gate="none")
     options |= dict(expand_k=1, expand_v=1, window=0, sinks=4, blend="add")
 
-    def __init_subclass__(cls, decay=None, write=None, signed=False, **defaults):
-        """class M(Mixer, decay=…, write=…, option=…); what is not given is the parent's."""
+    def __init_subclass__(cls, decay=None, write=None, signed=False, **options):
+        """class M(Mixer, decay=…, write=…, option=…): what is not given is the parent's; an option may be new."""
         super().__init_subclass__()
         cls.decay, cls.write, cls.signed = decay or cls.decay, write or cls.write, signed or cls.signed
-        cls.defaults = defaults or cls.defaults
+        cls.options = cls.options | options
 
     def __init__(self, config, **options):
         options = self.checked(options)
@@ -404,7 +404,7 @@ class Mixer(Heads):
         """-> all options with their values; ValueError names the first that cannot be."""
         if unknown := set(options) - set(self.options):
             raise ValueError(f"option {', '.join(sorted(unknown))}: wanted one of {', '.join(self.options)}")
-        options = self.options | self.defaults | options
+        options = self.options | options
         for name, value in options.items():
             kind, least = type(self.options[name]), int(name.startswith("expand"))
             if not (value in list(CHOICES[name]) if name in CHOICES else type(value) is kind and value >= least):
@@ -552,8 +552,6 @@ class Softmax(Mixer, decay="softmax", write="softmax"):
     Its state grows with T. Of Mixer it takes `forward`.
     """
 
-    options = {}
-
     def __init__(self, config, **options):
         if options:
             raise ValueError(f"mixer 'softmax' takes no options, got {', '.join(options)}")
@@ -638,7 +636,7 @@ class RetNet(Mixer, decay="head", rope=True, gate="silu"):
 
 
 @register
-class SUPRA(RetNet, feature="t2r", rope=True):
+class SUPRA(RetNet, feature="t2r", gate="none"):
     """φ = relu(W z + b), rotated after it, fixed decay exp(−2^(−8(h+1)/H)) per head (arXiv 2405.06640)."""
 
     def parts(self):
@@ -647,13 +645,11 @@ class SUPRA(RetNet, feature="t2r", rope=True):
 
 
 @register
-class Mamba2(Mixer, decay="head", gate="silu"):
+class Mamba2(Mixer, decay="head", gate="silu", discrete=False):
     """Keys times dt = softplus(w x + b), decay exp(−exp(A_log) dt) per head, skip D, gated (arXiv 2405.21060).
 
     Option discrete: no dt on the keys and no A_log, as in Llamba (arXiv 2502.14458).
     """
-
-    options = Mixer.options | dict(discrete=False)
 
     def parts(self):
         self.fade = Decay(self, rate=1 if self.discrete else None)
@@ -734,13 +730,11 @@ class HGRN2(Mixer, decay="channel"):
 
 
 @register
-class Delta(Mixer, write="delta"):
+class Delta(Mixer, write="delta", negative=False):
     """Each write first erases what its unit key already recalls, by β = σ(w x) (arXiv 2406.06484).
 
     Option negative: β = 2 σ(w x), so that S may flip along a key (arXiv 2411.12537).
     """
-
-    options = Mixer.options | dict(negative=False)
 
     def parts(self):
         start = 0.125 if self.negative else 0.25  # β = ¼, the nearest start (results/starts.md)
