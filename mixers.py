@@ -256,11 +256,12 @@ class PerHead(nn.Module):
 class Decay(PerHead):
     """log_decay = −rate · softplus(W x + bias), the learned decays of the grid: logsigmoid(z) = −softplus(−z).
 
-    rate: a constant, or None for exp(A_log) per head. cap: softplus reads cap · tanh(z / cap).
+    One per head or per channel, as mixer.decay says. rate: a constant, or None for exp(A_log) per head. cap: softplus
+    reads cap · tanh(z / cap).
     """
 
-    def __init__(self, mixer, dim=1, *, rank=None, rate=None, cap=None):
-        super().__init__(mixer, dim, rank=rank)
+    def __init__(self, mixer, *, rank=None, rate=None, cap=None):
+        super().__init__(mixer, mixer.K if mixer.decay == "channel" else 1, rank=rank)
         self.constant, self.cap = rate, cap
         if rate is None:
             self.A_log = nn.Parameter(torch.zeros(mixer.heads, 1))
@@ -383,8 +384,7 @@ class Mixer(Heads):
             raise ValueError(f"head_dim {D}: rope and a window turn pairs of channels; wanted an even one")
         K, V = K * D, V * D
         super().__init__(config, H, K, V)
-        for name, value in options.items():
-            setattr(self, name, value)
+        vars(self).update(options)
         if self.conv:
             self.taps = nn.Parameter(F.pad(torch.ones(H * (2 * K + V), 1, 1, 1), (0, 0, self.conv - 1, 0)))
         self.K = K  # of the keys that the cell sees
@@ -461,9 +461,8 @@ class Mixer(Heads):
 
     def streams(self, x, past):
         """-> (position, [q, k, v] of the head as projected, what the cell makes of x: arguments of `scan` by name)."""
-        D, position = self.head_dim, past.positions(x)
-        parts = self.projected(x)
-        plain = [z[..., :D] for z in parts]
+        position, parts = past.positions(x), self.projected(x)
+        plain = [z[..., : self.head_dim] for z in parts]
         q, k, v = self.convolve(parts, past)
         q, k = (unit(z) if self.qk_norm else z for z in (q, k))
         early = self.rope and self.denominator  # φ ≥ 0 stays so: rotated before it
@@ -480,8 +479,7 @@ class Mixer(Heads):
         """Causal depthwise convolution over q, k and v; the last conv − 1 inputs are its state."""
         if not self.conv:
             return parts
-        z = torch.cat([part.flatten(2) for part in parts], -1)
-        z = past.carry("tail", z, self.conv - 1)
+        z = past.carry("tail", torch.cat([part.flatten(2) for part in parts], -1), self.conv - 1)
         y = F.conv2d(z.mT.unsqueeze(-1), self.taps, groups=z.size(-1))  # a channels-last image of width 1: no copies
         parts = y.squeeze(-1).mT.split([self.heads * n for n in self.widths], -1)
         return [part.unflatten(-1, (-1, n)) for part, n in zip(parts, self.widths)]
@@ -514,11 +512,10 @@ class Mixer(Heads):
 
     def matrix(self, x):
         """The token-mixing matrix, x (B, T, width) -> (B, H, T, T): o = matrix · v before norm and gate."""
-        past = Past()
-        position, plain, c = self.streams(x, past)
+        position, plain, c = self.streams(x, Past())
         ones = torch.eye(x.size(1), dtype=c["q"].dtype, device=x.device)
         plain[2] = c["v"] = ones[None, :, None].expand(len(x), -1, self.heads, -1)
-        return self.read(position, plain, c, past).transpose(1, 2)
+        return self.read(position, plain, c, Past()).transpose(1, 2)
 
     @torch.no_grad()
     def state_size(self, T=1):
@@ -681,7 +678,7 @@ class GLA(Mixer, decay="channel", gate="silu"):
     """Decay per channel, sigmoid(−W₂ W₁ x − b)^(1/16) at rank 16, gated (arXiv 2312.06635)."""
 
     def parts(self):
-        self.fade = Decay(self, self.K, rank=16, rate=1 / 16)
+        self.fade = Decay(self, rank=16, rate=1 / 16)
 
 
 @register
@@ -692,7 +689,7 @@ class DFW(Mixer, decay="channel"):
     """
 
     def parts(self):
-        self.fade = Decay(self, self.K, rate=1)
+        self.fade = Decay(self, rate=1)
 
 
 @register
@@ -704,7 +701,7 @@ class MetaLA(Mixer, decay="channel", gate="silu"):
     """
 
     def parts(self):
-        self.fade = Decay(self, self.K, rank=0, rate=1 / 16)
+        self.fade = Decay(self, rank=0, rate=1 / 16)
         self.again = nn.Parameter(torch.zeros(self.heads, self.K))
 
     def cell(self, x, q, k, v):
@@ -721,7 +718,7 @@ class HGRN2(Mixer, decay="channel"):
     """
 
     def parts(self):
-        self.fade = Decay(self, self.K, rank=0, rate=1)
+        self.fade = Decay(self, rank=0, rate=1)
         self.bound = nn.Parameter(torch.full((self.heads, self.K), -6.0))  # γ = sigmoid(bound)
 
     def cell(self, x, q, k, v):
@@ -760,7 +757,7 @@ class KDA(Gated_Delta, decay="channel", gate="sigmoid"):
 
     def parts(self):
         Delta.parts(self)
-        self.fade = Decay(self, self.K, rank=self.head_dim)
+        self.fade = Decay(self, rank=self.head_dim)
 
 
 @register
