@@ -452,12 +452,7 @@ class Mixer(Heads):
 
     def mix(self, x, past, form):
         """`forward` with the padding, if any, at the end; fills past.new."""
-
-        def dress(o):  # (B, T, H, V)
-            o = NORMS[self.norm](o, o.shape[-1:])
-            return o * GATES[self.gate][0](self.gate_proj(x)).to(o.dtype) if self.gate != "none" else o
-
-        return self.o(self.read(*self.streams(x, past), past, form, dress).flatten(2))
+        return self.o(self.read(*self.streams(x, past), past, form, x).flatten(2))
 
     def streams(self, x, past):
         """-> (position, [q, k, v] of the head as projected, what the cell makes of x: arguments of `scan` by name)."""
@@ -484,8 +479,8 @@ class Mixer(Heads):
         parts = y.squeeze(-1).mT.split([self.heads * n for n in self.widths], -1)
         return [part.unflatten(-1, (-1, n)) for part, n in zip(parts, self.widths)]
 
-    def read(self, position, plain, c, past, form="auto", dress=lambda o: o):
-        """-> o (B, T, H, V): what the recurrence recalls, dressed, and what the window sees."""
+    def read(self, position, plain, c, past, form="auto", x=None):
+        """-> o (B, T, H, V): what the recurrence recalls, normed and gated if x is given, and what the window sees."""
         now, v, scale, shared = c.pop("now", None), c["v"], self.level * self.scale, self.blend == "shared"
         if self.denominator:
             c["v"] = F.pad(wide(v), (1, 0), value=1.0)  # the column of ones sums the weights
@@ -504,7 +499,10 @@ class Mixer(Heads):
             o = seen + scale.abs() * o
         if self.denominator:
             o = o[..., 1:] / o[..., :1].abs().clamp(min=1.0 if self.signed else 1e-6)
-        o = dress((o if now is None else o + now * v).to(v.dtype))
+        o = (o if now is None else o + now * v).to(v.dtype)
+        if x is not None:
+            o = NORMS[self.norm](o, o.shape[-1:])
+            o = o if self.gate == "none" else o * GATES[self.gate][0](self.gate_proj(x)).to(o.dtype)
         if shared:
             return o
         o = o * scale.to(v.dtype)
