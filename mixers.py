@@ -183,21 +183,20 @@ def random_maps(K, n=None, seed=0):
     return (direction * b.norm(dim=0))[None, :, :n].to(torch.empty(0).device)
 
 
-def both(a, b):
-    """The two halves of a feature side by side."""
-    return torch.cat([a, b], -1)
-
-
 def taylor(y):
     """[1, y, y ⊗ y / √2]: φ(q)·φ(k) = 1 + s + s²/2 with s = q·k."""
     return torch.cat([torch.ones_like(y[..., :1]), y, (y.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2) / 2**0.5], -1)
 
 
-# φ of z (B, T, H, K): (maps to start from, is φ(q)·φ(k) ≥ 0, what z passes first, φ). φ reads z, t from 0 at the first
-# token to π/2 at the end of the context and after, and what each map makes of z, (B, T, H, K'). At length 2 exp(q·k)
-# stays in reach. hadamard, (A z + a) ⊙ (B z + b), starts around z itself: its maps are both less the identity and 1.
-same, normed, at_2 = lambda z: z, lambda z: F.layer_norm(z, z.shape[-1:]), lambda z: 2 * unit(z)
 identity = lambda K, n=1: torch.eye(K).repeat(n, 1, 1)  # maps to start from, (n, K, K)
+both = lambda a, b: torch.cat([a, b], -1)
+same = lambda z: z
+normed = lambda z: F.layer_norm(z, z.shape[-1:])
+at_2 = lambda z: 2 * unit(z)  # at length 2 exp(q·k) stays in reach
+
+# φ of z (B, T, H, K): (maps to start from, is φ(q)·φ(k) ≥ 0, what z passes first, φ). φ reads z, t from 0 at the first
+# token to π/2 at the end of the context and after, and what each map makes of z, (B, T, H, K'). hadamard is (A z + a) ⊙
+# (B z + b) around z itself: its maps are both less the identity and 1.
 FEATURES = {
     "none": (None, False, same, lambda z, t: z),
     "relu": (None, True, same, lambda z, t: F.relu(z)),
