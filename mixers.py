@@ -222,14 +222,11 @@ class Feature(nn.Module):
     def __init__(self, name, heads, dim, context):
         super().__init__()
         maps, _, self.before, self.phi = FEATURES[name]
-        self.context, self.learned = context, maps is not random_maps
+        self.context, keep = context, nn.Buffer if maps is random_maps else nn.Parameter
         if maps:
             start = maps(dim)  # (n, K, K'), or (n, K) for a gain per channel
-            self.keep("maps", torch.stack([start] * heads, 1))
-            self.keep("shift", torch.zeros(len(start), heads, start.size(-1)))
-
-    def keep(self, name, value):
-        self.register_parameter(name, nn.Parameter(value)) if self.learned else self.register_buffer(name, value)
+            self.maps = keep(torch.stack([start] * heads, 1))
+            self.shift = keep(torch.zeros(len(start), heads, start.size(-1)))
 
     def forward(self, z, position):
         t = (position[..., None, None] / self.context).clamp(max=1) * (math.pi / 2)
