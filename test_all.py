@@ -18,6 +18,7 @@ import textwrap
 import time
 import types
 from pathlib import Path
+from pydoc_data.topics import topics
 
 os.environ["TRITON_INTERPRET"] = "1"  # kernels run on this CPU, slowly
 
@@ -880,7 +881,7 @@ def tokenizer_json(folder, vocab=300):
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = pre.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, special_tokens=["<|end|>"])
-    made.train_from_iterator([surgery.__doc__, train.__doc__], trainer)
+    made.train_from_iterator(topics.values(), trainer)
     made.save(str(folder / "tokenizer.json"))
     return made
 
@@ -1144,7 +1145,7 @@ def odd_tokenizers(kind):
     made = tk.Tokenizer(
         tk.models.BPE(byte_fallback=kind == "sentencepiece", unk_token="<s>" if kind == "sentencepiece" else None)
     )
-    alphabet, text = pre.ByteLevel.alphabet(), [Path(f.__file__).read_text() for f in (surgery, train)]
+    alphabet, text = pre.ByteLevel.alphabet(), list(topics.values())
     if kind == "sentencepiece":
         made.normalizer = tk.normalizers.Sequence([tk.normalizers.Prepend("▁"), tk.normalizers.Replace(" ", "▁")])
         made.decoder = tk.decoders.Sequence(
