@@ -87,7 +87,9 @@ def parser():
         "--recipe", choices=distill.RECIPES, help="stages and rates (default: default; hybrid with --window)"
     )
     g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
-    g.add_argument("--tokens-per-step", type=count, help="(default --context, as steps count most; pretraining 16 ×)")
+    g.add_argument(
+        "--tokens-per-step", type=count, help="(default --context a process, as steps count most; pretraining 16 ×)"
+    )
     g.add_argument("--micro-batch", type=int, help="sequences at once, for memory alone (default: all of a step)")
     g.add_argument("--recompute", action="store_true", help="gradient checkpointing: less memory, a third more work")
     g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
