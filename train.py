@@ -14,6 +14,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import glob
 import hashlib
 import itertools
 import json
@@ -301,19 +302,19 @@ def ids_of(document, tokenizer, source):
 
 def with_needles(args, tokenizer):
     """Yield windows of --context tokens: of --data's documents, and for --needles of them, needles hidden in those."""
-    draw, kept = random.Random(0), []
+    draw, kept, n = random.Random(0), [], args.context
     for document in evaluate.documents(args.data):
-        kept += ids_of(document, tokenizer, args.data)
-        while len(kept) >= args.context:
-            window, kept = kept[: args.context], kept[args.context :]
+        ids = kept + ids_of(document, tokenizer, args.data)
+        kept = ids[len(ids) // n * n :]
+        for window in (ids[at : at + n] for at in range(0, len(ids) - n + 1, n)):
             yield window
             while draw.random() < args.needles:
                 level, keys, seed = draw.choice((1, 2, 3)), draw.choice((1, 1, 2, 4)), draw.getrandbits(32)
                 new = 40 if level == 3 else 9
                 text = tokenizer.decode(window) if level > 1 else ""
-                (asked,) = evaluate.needles(level, args.context, tokenizer, text, 1, new, seed, keys)
-                ids = tokenizer.encode(f"{asked.prompt} {asked.wanted}.") + [tokenizer.eos]
-                yield [tokenizer.eos] * (args.context - len(ids)) + ids[: args.context]
+                (asked,) = evaluate.needles(level, n, tokenizer, text, 1, new, seed, keys)
+                hidden = tokenizer.encode(f"{asked.prompt} {asked.wanted}.") + [tokenizer.eos]
+                yield [tokenizer.eos] * (n - len(hidden)) + hidden[:n]
 
 
 def ids_from(args, tokenizer, start=0):
@@ -349,7 +350,7 @@ class Text:
 
     def __init__(self, args, tokenizer):
         made, given = f"{tokenizer.to_json()}{tokenizer.eos}{tokenizer.chat}", Path(args.data or "")
-        self.args, self.tokenizer, self.coming, self.ahead = args, tokenizer, (0, 0, None), None
+        self.args, self.tokenizer, self.coming, self.ahead, self.opened = args, tokenizer, (0, 0, None), None, {}
         self.about = {"vocab": tokenizer.vocab, "tokenizer": hashlib.sha1(made.encode()).hexdigest()}
         self.exercises = (args.data or "").startswith("mqar:")
         parts = [self.about, identity(args.data), args.needles, args.context * (self.exercises or args.needles > 0)]
@@ -370,9 +371,13 @@ class Text:
 
     def shard(self, k):
         """-> (tokens (n,), its header), or None beyond the last; another process that is making it is waited for."""
-        file = self.folder / f"shard-{k:05d}.json"
-        if k and surgery.read_json(self.folder / f"shard-{k - 1:05d}.json")["last"]:
-            return None
+        if k not in self.opened:
+            last = k and surgery.read_json(self.folder / f"shard-{k - 1:05d}.json")["last"]
+            self.opened[k] = None if last else self.open(k, self.folder / f"shard-{k:05d}.json")
+        return self.opened[k]
+
+    def open(self, k, file):
+        """Shard k, made if need be, checked and mapped."""
         if not self.given:
             self.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self.folder / "lock"):
@@ -682,7 +687,7 @@ def record(folder, args, source, text):
     from safetensors.torch import save_file
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{folder.name}.*"):  # by a kill
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.????????"):  # by a kill
         shutil.rmtree(left)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     temporary.chmod(0o755)
