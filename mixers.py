@@ -373,11 +373,13 @@ class Mixer(Heads):
     options = dict(conv=4, qk_norm=False, rope=False, feature="none", denominator=False, norm="none", gate="none")
     options |= dict(expand_k=1, expand_v=1, window=0, sinks=4, blend="add")
 
-    def __init_subclass__(cls, decay=None, write=None, signed=False, **options):
-        """class M(Mixer, decay=…, write=…, option=…): what is not given is the parent's; an option may be new."""
+    def __init_subclass__(cls, decay=None, write=None, signed=False, new=None, **options):
+        """class M(Mixer, decay=…, write=…, option=…): what is not given is the parent's; new: options that it adds."""
         super().__init_subclass__()
+        if unknown := options.keys() - cls.options:
+            raise TypeError(f"{cls.__name__}: no option {', '.join(unknown)} to set; new=dict(NAME=VALUE) adds one")
         cls.decay, cls.write, cls.signed = decay or cls.decay, write or cls.write, signed or cls.signed
-        cls.options = cls.options | options
+        cls.options = cls.options | options | (new or {})
 
     def __init__(self, config, **options):
         options = self.checked(options)
@@ -642,7 +644,7 @@ class SUPRA(RetNet, feature="t2r", gate="none"):
 
 
 @register
-class Mamba2(Mixer, decay="head", gate="silu", discrete=False):
+class Mamba2(Mixer, decay="head", gate="silu", new=dict(discrete=False)):
     """Keys times dt = softplus(w x + b), decay exp(−exp(A_log) dt) per head, skip D, gated (arXiv 2405.21060).
 
     Option discrete: no dt on the keys and no A_log, as in Llamba (arXiv 2502.14458).
@@ -727,7 +729,7 @@ class HGRN2(Mixer, decay="channel"):
 
 
 @register
-class Delta(Mixer, write="delta", negative=False):
+class Delta(Mixer, write="delta", new=dict(negative=False)):
     """Each write first erases what its unit key already recalls, by β = σ(w x) (arXiv 2406.06484).
 
     Option negative: β = 2 σ(w x), so that S may flip along a key (arXiv 2411.12537).
