@@ -1018,14 +1018,15 @@ def report_runs(folder):
         raise BadInput(f"--report {folder}: no finished run in it, and no results.jsonl")
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     axes, groups = grouped(rows)
-    words = ["the rate that was best on the validation windows, of those tried"] * any(g["rates"] > 1 for g in groups)
-    rate = ["lr"] * any(g["lr"] for g in groups)
-    table = [[*axes, *rate, "seeds", *(MEASURES[m] for m in groups[0]["found"])]]
+    told = any(g["lr"] for g in groups)  # else every run had its recipe's
+    table = [[*axes, *["lr"] * told, "seeds", *(MEASURES[m] for m in groups[0]["found"])]]
     for g in groups:
         cells = [show(mean_and_sd(v)) for v in g["found"].values()]
-        rates = [f"{g['lr']:g}" if g["lr"] else ""] * len(rate)
-        table.append([*map(str, g["key"]), *rates, str(len(g["rows"])), *cells])
-    lines = [f"mean ± standard deviation over seeds{'; lr: ' if words else ''}{''.join(words)}", *laws(axes, groups)]
+        lr = [f"{g['lr']:g}" if g["lr"] else ""] * told
+        table.append([*map(str, g["key"]), *lr, str(len(g["rows"])), *cells])
+    tried = any(g["rates"] > 1 for g in groups)
+    chosen = "; lr: of those tried, the one that was best on the validation windows" if tried else ""
+    lines = [f"mean ± standard deviation over seeds{chosen}", *laws(axes, groups)]
     print("\n" + as_text(table), *lines, sep="\n")
     (folder / "results.md").write_text("\n\n".join([as_text(table, markdown=True), *lines]) + "\n", encoding="utf-8")
     draw_runs(folder / "results.png", axes, groups)
@@ -1059,8 +1060,8 @@ def grouped(rows):
     """
     args = [{k: v for k, v in row["args"].items() if k not in MACHINE} for row in rows]
     differing = [n for n in args[0] if n not in ("seed", "lr") and len({str(a.get(n)) for a in args}) > 1]
-    axes = differing or ["mixer"]
-    by = {}
+    axes, every = differing or ["mixer"], [measured(row["scores"]) for row in rows]
+    shared, by = [name for name in MEASURES if all(name in found for found in every)], {}
     for row in rows:
         key = tuple(as_word(row["args"].get(name)) for name in axes)
         by.setdefault(key, {}).setdefault(row["args"]["lr"], []).append(row)
@@ -1069,16 +1070,15 @@ def grouped(rows):
     place = lambda name, x, rates: (False, parameters(rates)) if name in size else (isinstance(x, str), x)
     for key, rates in sorted(by.items(), key=lambda pair: [place(n, x, pair[1]) for n, x in zip(axes, pair[0])]):
         lr = min(rates, key=lambda lr: np.mean([row["held"][-1][1] for row in rates[lr]]))
-        found = {}
-        for row in rates[lr]:
-            for name in MEASURES:
-                scores = row["scores"]
-                value = scores["ce"][0] - scores["teacher_ce"][0] if name == "gap" and "teacher_ce" in scores else None
-                value = scores[name][0] if name in scores else value
-                found.setdefault(name, []).append(value)
-        found = {name: v for name, v in found.items() if None not in v}
+        found = {name: [measured(row["scores"])[name] for row in rates[lr]] for name in shared}
         groups.append({"key": key, "lr": lr, "rates": len(rates), "rows": rates[lr], "found": found})
     return axes, groups
+
+
+def measured(scores):
+    """Which of MEASURES a scores.json has, as numbers."""
+    found = {name: scores[name][0] for name in MEASURES if name in scores}
+    return found | ({"gap": found["ce"] - scores["teacher_ce"][0]} if "teacher_ce" in scores else {})
 
 
 def as_word(value):
@@ -1344,17 +1344,19 @@ def main():
             write(target, saved, table, rows, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
         if args.decode:
             pairs = [(Path(it.name).name, it.model) for it in opens]
-            decoded = print_decoding(pairs, lengths or (512, 2048, 8192, 32768, 65536))
-        if args.decode and target:
-            (target / "decoding.json").write_text(json.dumps(decoded))
-            draw_decoding(target / "decoding.png", decoded)
+            keep(target, "decoding", draw_decoding, print_decoding(pairs, lengths or (512, 2048, 8192, 32768, 65536)))
         if args.rank:
             linear = [it for it in opens if set(it.model.config.mixers) != {"softmax"}]
             some = [(Path(it.name).name, it.model, it.tokenizer) for it in linear]
             ranks = print_ranks(some, haystack(args.haystack), lengths or [2**n for n in range(4, 13)])
-        if args.rank and target:
-            (target / "ranks.json").write_text(json.dumps(ranks))
-            draw_ranks(target / "ranks.png", ranks)
+            keep(target, "ranks", draw_ranks, ranks)
+
+
+def keep(target, name, draw, rows):
+    """Rows as data and as a figure, if there is a folder for them."""
+    if target:
+        (target / f"{name}.json").write_text(json.dumps(rows))
+        draw(target / f"{name}.png", rows)
 
 
 def earlier(target):
