@@ -1,7 +1,7 @@
 """One file of tests; each section is headed by the sentence it proves. No network, one core, fixed seeds.
 
 pytest test_all.py                 what an outside library must confirm skips where it is missing
-pytest test_all.py -m slow         kill -9, twenty times
+pytest test_all.py -m slow         kill -9, forty times, and every recipe in 2 and 4 processes
 """
 
 import copy
@@ -2821,6 +2821,23 @@ def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "piqa", "--data-dir", tmp_path)
     with pytest.raises(surgery.BadInput, match="did you mean 'piqa'"):
         call(evaluate, monkeypatch, teacher_folder, "--tasks", "pika")
+
+
+def test_a_mixer_sets_options_that_there_are():
+    with pytest.raises(TypeError, match="Typo: no option featrue to set"):
+        type("Typo", (mixers.Mixer,), {}, featrue="relu")
+    assert type("More", (mixers.Mixer,), {}, conv=0, new=dict(more=1)).options["more"] == 1
+
+
+def test_a_report_has_the_measures_that_all_have(tmp_path, capsys):
+    rows = [
+        finished("a", {"ce": [3.0, 0.1]}, 1.0),
+        finished("b", {"ce": [4.0, 0.1], "teacher_ce": [1.0, 0]}, 1.0, mixer="gla"),
+    ]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate.report_runs(tmp_path)
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "mixer lr seeds CE" in told and "gla 0.001 1 4.000" in told
 
 
 def test_many_needles_and_windows_with_them(tmp_path):
