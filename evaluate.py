@@ -471,7 +471,8 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0, keys=1):
         room = tokens - new - len(tokenizer.encode(before + between.join(told) + asked)) - 4
         at, units = draw.randrange(len(hay)), []
         if room < sizes[at]:
-            raise BadInput(f"--lengths {tokens}: needle, question and answer alone take {tokens - room}; wanted more")
+            words = f"needles, question and answer alone take {tokens - room}; wanted more"
+            raise BadInput(f"--lengths {tokens} (--context, for train.py's --needles): {words}")
         while room >= sizes[at % len(hay)]:
             units.append(hay[at % len(hay)])
             room, at = room - sizes[at % len(hay)], at + 1
