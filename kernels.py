@@ -11,6 +11,7 @@ imports without triton.
 
 import functools
 import inspect
+import itertools
 import math
 import os
 import re
@@ -50,48 +51,101 @@ def check(q, k, v, log_decay, beta, erase, S):
 # ------------------------------------------------------------------ by matmuls
 
 
-def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=None, loops=None):
+PIECE = 1 << 19  # numbers of q that a CPU works on at once: what is made of them stays in its caches
+
+
+def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=32, loops=None):
     """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` rows.
 
-    None: 64, or 32 for delta writes, the fastest on two cores. A delta write depends on the writes before it in its
-    chunk and, linearly, on S before the chunk: write = u − w S. A triangular solve gives u and w of all chunks at once
-    (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464), and the loop over chunks, `Carry`, carries S alone. A
-    ragged last chunk is padded: a zero key writes nothing, a zero log_decay keeps all.
+    On a CPU a long sequence is cut in pieces. What the last 16 make is kept for the backward pass, what those before
+    them make is made again (`Again`). `loops`: see `Carry`.
     """
-    if chunk is None:
-        chunk = 64 if beta is None or erase is not None else 32
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk: wanted a power of two (`scores` halves it), got {chunk}")
-    dtype, S = check(q, k, v, log_decay, beta, erase, S)
-    out, r = v.dtype, k  # r: the key whose recall a write takes back
+    _, S = check(q, k, v, log_decay, beta, erase, S)
+    r, out = None, v.dtype
     if erase is not None:
         q, r, k, v, log_decay, beta = two_rows(q, k, v, log_decay, beta, *erase)
-    T, V = q.size(1), v.size(-1)
+    T = q.size(1)
     C = min(chunk, max(1 << (T - 1).bit_length(), 16 if loops else 1))  # of about T if T is short; kernels need 16
-
-    def blocks(x):  # (B, T, H, D) -> (N, B, H, C, D), a view if T is whole chunks
-        x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, -T % C))
-        return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4)
-
+    rows = max(PIECE // (C * q[:, 0].numel()), 1) * C if q.device.type == "cpu" else T
+    form = functools.partial(piece, C=C, loops=loops or (carry, carry_back))
+    early, outputs = max(-(-T // rows) - 16, 0) * rows, []
     with torch.autocast(q.device.type, enabled=False):
-        rows, k, u = [blocks(q)], blocks(k).contiguous(), blocks(v)
-        if beta is not None:
-            beta = blocks(beta)
-            rows, u = [*rows, blocks(r) * beta], u * beta
-        x = torch.stack(rows, 3)  # what reads: q, and of a delta write β r too; (N, B, H, R, C, K)
-        g = None if log_decay is None else blocks(log_decay).contiguous()
-        A, k_out, keep, w = scores(x, k, g), k, None, None  # (N, B, H, R, C, C)
-        if g is not None:  # rows see S faded since the chunk began, keys fade until it ends, and S fades by all of it
-            x, k_out, keep = x * g.cumsum(-2).exp().unsqueeze(3), k * after(g).exp(), g.sum(-2, keepdim=True).exp().mT
-        if beta is not None:
-            right = torch.cat([u, x[:, :, :, 1]], -1)
-            u, w = torch.linalg.solve_triangular(A[:, :, :, 1], right, upper=False, unitriangular=True).split(
-                [V, k.size(-1)], -1
-            )
-        before, writes, S = Carry.apply(u, w, k_out, keep, S, loops or (carry, carry_back))
-        o = x[:, :, :, 0] @ before + A[:, :, :, 0] @ writes  # (N, B, H, C, V)
-    o = o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T].to(out)
-    return (o if erase is None else o[:, 1::2]), S
+        xs = [q, k, v, log_decay, beta, r]
+        if early:
+            first, xs = zip(*((x, x) if x is None else x.split([early, T - early], 1) for x in xs))
+            o, S = Again.apply(form, rows, S, *first)
+            outputs.append(o)
+        for part in zip(*(itertools.repeat(None) if x is None else x.split(rows, 1) for x in xs)):
+            o, S = form(S, *part)
+            outputs.append(o)
+        o = torch.cat(outputs, 1)
+    return (o if erase is None else o[:, 1::2]).to(out), S
+
+
+class Again(torch.autograd.Function):
+    """o and the last S of `form` over pieces of `rows` tokens, of which only the S before each is kept.
+
+    The backward pass computes each piece again (gradient checkpointing, arXiv 1604.06174): a long sequence takes little
+    more memory than its q, k, v and their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, form, rows, S, *xs):
+        o, states, ctx.form = xs[2].new_empty(xs[2].shape, dtype=S.dtype), [], form
+        ctx.pieces = [slice(t, t + rows) for t in range(0, o.size(1), rows)]
+        for here in ctx.pieces:
+            states.append(S)
+            o[:, here], S = form(S, *(x if x is None else x[:, here] for x in xs))
+        ctx.save_for_backward(*xs, *states)
+        return o, S
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, by_o, by_S):
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        xs, states = saved[: len(needs)], saved[len(needs) :]
+        by = [torch.empty_like(x) if need else None for x, need in zip(xs, needs)]
+        for here, S in zip(reversed(ctx.pieces), reversed(states)):
+            S, part = S.detach().requires_grad_(), [x if x is None else x[:, here].detach() for x in xs]
+            given = [x.requires_grad_() for x, need in zip(part, needs) if need]
+            with torch.enable_grad():
+                results = ctx.form(S, *part)
+            by_S, *found = torch.autograd.grad(results, [S, *given], (by_o[:, here], by_S))
+            for whole, g in zip((x for x in by if x is not None), found):
+                whole[:, here] = g
+        return None, None, by_S, *by
+
+
+def piece(S, q, k, v, g, beta, r, *, C, loops):
+    """`chunked` of tokens that are worked on at once -> o (B, T, H, V), S. r: the key whose recall a write takes back.
+
+    A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S.
+    One triangular solve gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464),
+    and the loop over chunks, `Carry`, carries S alone. A ragged last chunk is padded: a zero key writes nothing, a zero
+    log_decay keeps all.
+    """
+    T = q.size(1)
+
+    def blocks(x):  # (B, T, H, D) -> (N, B, H, C, D)
+        x = x if x is None or not T % C else F.pad(x, (0, 0, 0, 0, 0, -T % C))
+        return None if x is None else x.to(S.dtype).unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous()
+
+    q, k, v, g, beta, r = map(blocks, (q, k, v, g, beta, r))
+    r = k if r is None else r
+    A, *own = scores([q] if beta is None else [q, r], k, g)  # (N, B, H, C, C)
+    u, w, keep = v, None, None
+    if g is not None:  # rows see S faded since the chunk began, keys fade until it ends, and S fades by all of it
+        seen, keep = g.cumsum(-2).exp(), g.sum(-2, keepdim=True).exp().mT
+        q, r, k = q * seen, r if beta is None else r * seen, k * after(g).exp()
+    if beta is not None:
+        one = torch.eye(C, dtype=S.dtype, device=S.device).expand_as(A)
+        writes = torch.linalg.solve_triangular(own[0] * beta, one, upper=False, unitriangular=True) * beta.mT
+        u, w = writes @ v, writes @ r
+    before, writes, S = Carry.apply(u, w, k, keep, S, loops)
+    o = (q @ before).flatten(0, 2).baddbmm_(A.flatten(0, 2), writes.flatten(0, 2)).view_as(writes)
+    return o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T], S
 
 
 def two_rows(q, k, v, log_decay, beta, e, b):
@@ -103,33 +157,34 @@ def two_rows(q, k, v, log_decay, beta, e, b):
     return row(q, q), r, row(b, k), row(torch.zeros_like(v), v), log_decay, beta
 
 
-def scores(x, y, g):
-    """A_ij = Σ_d x_id y_jd exp(Σ of g_d after j up to i) for j ≤ i, else 0.
+def scores(xs, y, g):
+    """For each x of xs: A_ij = Σ_d x_id y_jd exp(Σ of g_d after j up to i) for j ≤ i, else 0.
 
-    x (…, R, C, K), y (…, C, K), g None | (…, C, 1 | K) -> (…, R, C, C). Products of exp(±Σ g) overflow, differences of
-    long sums lose the small in the large: with one decay per head the sums are float64, masked before exp; per channel
-    by halving, where late rows and early columns meet at the middle and each factor is ≤ 1.
+    x, y (…, C, K), g None | (…, C, 1 | K) -> list of (…, C, C). exp(±Σ g) overflows, and differences of long sums lose
+    the small in the large: with one decay per head the sums are float64, masked before exp. Per channel, where no sum
+    is beyond 32, both factors meet in the middle of the rows, at most exp(16) each; elsewhere rows are halved until it
+    is so, late ones and early columns meeting at the middle with factors ≤ 1.
     """
-    C = x.size(-2)
-    if g is None:
-        return products(x, y).tril()
+    C = y.size(-2)
+    if g is None or C == 1:
+        return [(x @ y.mT).tril() for x in xs]
     if g.size(-1) == 1:
         G = g.double().cumsum(-2)
-        future = torch.ones(C, C, dtype=torch.bool, device=x.device).triu(1)
-        return products(x, y) * (G - G.mT).to(x.dtype).masked_fill(future, -math.inf).exp().unsqueeze(-3)
-    if C == 1:
-        return products(x, y)
-    x, y, g = (z.unflatten(-2, (2, C // 2)) for z in (x, y, g))
-    near = scores(x.transpose(-4, -3), y, g)  # (…, 2, R, C/2, C/2): both halves against themselves
-    late = x[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp().unsqueeze(-3)
-    corner = products(late, y[..., 0, :, :] * after(g[..., 0, :, :]).exp())
-    top = F.pad(near[..., 0, :, :, :], (0, C // 2))
-    return torch.cat([top, torch.cat([corner, near[..., 1, :, :, :]], -1)], -2)
-
-
-def products(x, y):
-    """x (…, R, C, K), y (…, C', K) -> (…, R, C, C'): one matmul for all R."""
-    return (x.flatten(-3, -2) @ y.mT).unflatten(-2, x.shape[-3:-1])
+        future = torch.ones(C, C, dtype=torch.bool, device=y.device).triu(1)
+        faded = (G - G.mT).to(y.dtype).masked_fill(future, -math.inf).exp()
+        return [(x @ y.mT) * faded for x in xs]
+    if g.detach().sum(-2).min() > -32:
+        G = g.cumsum(-2)
+        G = G - G[..., C // 2 - 1 : C // 2, :]
+        up, y = G.exp(), y * (-G).exp()
+        return [((x * up) @ y.mT).tril() for x in xs]
+    y, g, *xs = (z.unflatten(-2, (2, C // 2)) for z in (y, g, *xs))
+    up, y_up = g[..., 1, :, :].cumsum(-2).exp(), y[..., 0, :, :] * after(g[..., 0, :, :]).exp()
+    full = []
+    for x, near in zip(xs, scores(xs, y, g)):  # near (…, 2, C/2, C/2): both halves against themselves
+        low = torch.cat([(x[..., 1, :, :] * up) @ y_up.mT, near[..., 1, :, :]], -1)
+        full.append(torch.cat([F.pad(near[..., 0, :, :], (0, C // 2)), low], -2))
+    return full
 
 
 def after(g):
@@ -164,24 +219,32 @@ class Carry(torch.autograd.Function):
 
 
 def carry(u, w, k, keep, S):
-    """`Carry` forwards."""
-    before, writes = [], []
-    for n, k_n in enumerate(k.mT):
-        before.append(S)
-        writes.append(u[n] if w is None else u[n] - w[n] @ S)
-        S = (S if keep is None else keep[n] * S) + k_n @ writes[n]
-    return torch.stack(before), torch.stack(writes), S
+    """`Carry` forwards, each chunk into its place."""
+    before, writes = S.new_empty(len(k) + 1, *S.shape), u if w is None else torch.empty_like(u)
+    before[0] = S
+    keep = S.new_ones(len(k), 1, 1) if keep is None else keep.flatten(1, 2)
+    S, write, k = (x.flatten(1, 2) for x in (before, writes, k.mT))
+    u, w = (u, w) if w is None else (u.flatten(1, 2), w.flatten(1, 2))
+    for n in range(len(k)):
+        if w is not None:
+            torch.baddbmm(u[n], w[n], S[n], alpha=-1, out=write[n])
+        torch.mul(S[n], keep[n], out=S[n + 1]).baddbmm_(k[n], write[n])
+    return before[:-1], writes, before[-1].clone()  # a view would keep all of them
 
 
 def carry_back(by_before, by_writes, by_S, w, k, keep):
     """`Carry` backwards: of each chunk the gradients of the S after it and of its writes, and that of the first S."""
-    after, by = [], []
+    after, by = by_S.new_empty(len(k) + 1, *by_S.shape), torch.empty_like(by_writes)
+    after[-1] = by_S
+    keep = by_S.new_ones(len(k), 1, 1) if keep is None else keep.flatten(1, 2)
+    S, write, k, by_before, by_writes = (x.flatten(1, 2) for x in (after, by, k, by_before, by_writes))
+    w = w if w is None else w.mT.flatten(1, 2)
     for n in reversed(range(len(k))):
-        after.append(by_S)
-        by.append(by_writes[n] + k[n] @ by_S)
-        by_S = by_before[n] + (by_S if keep is None else keep[n] * by_S)
-        by_S = by_S if w is None else by_S - w[n].mT @ by[-1]
-    return torch.stack(after[::-1]), torch.stack(by[::-1]), by_S
+        torch.baddbmm(by_writes[n], k[n], S[n + 1], out=write[n])
+        torch.addcmul(by_before[n], S[n + 1], keep[n], out=S[n])
+        if w is not None:
+            S[n].baddbmm_(w[n], write[n], alpha=-1)
+    return after[1:], by, after[0].clone()
 
 
 # ------------------------------------------------------------------ by Triton
@@ -406,11 +469,10 @@ def example(decay, write, B, T, H, K, V, device="cpu", seed=0):
 
 
 def run(form, qkv, more):
-    """Outputs, last state (if the form has one) and gradients of a form."""
+    """Outputs, last state (if the form has one) of a form, and the gradients of half the sum of their squares."""
     results = form(*qkv, **more)
     results = results if isinstance(results, tuple) else (results,)
-    weights = [torch.arange(z.numel(), device=z.device).view_as(z).cos() for z in results]
-    return *results, *torch.autograd.grad(results, [*qkv, *more.values()], weights)
+    return *results, *torch.autograd.grad(results, [*qkv, *more.values()], [z.detach() for z in results])
 
 
 CELLS = [(decay, write) for decay in ("none", "head", "channel") for write in ("add", "delta")]

@@ -122,6 +122,25 @@ def test_float32_is_accurate(decay, write):
 
 
 @cells
+@pytest.mark.parametrize("T", (16 * 8, 20 * 8 + 3))  # all kept for the backward pass; the first five computed again
+def test_pieces_of_a_sequence_are_the_whole(monkeypatch, decay, write, T):
+    x = draw(decay, write, T, B=2, H=2, K=4, V=3)
+    whole = run(chunked, x, chunk=8)
+    monkeypatch.setattr(kernels, "PIECE", 8 * 2 * 2 * 4)
+    same(x, 1e-10, 8)
+    for name, z in run(chunked, x, chunk=8).items():
+        close(z, whole[name], 1e-12)
+
+
+def test_a_second_backward_pass_and_constants(monkeypatch):
+    monkeypatch.setattr(kernels, "PIECE", 1)
+    x = draw("channel", "delta", 100, K=4, V=3) | dict(log_decay=-torch.ones(2, 100, 2, 4, dtype=torch.float64))
+    o, _ = chunked(**pack(x), chunk=4)
+    first, second = (torch.autograd.grad(o.sum(), [x["k"], x["beta"]], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second)) and not x["log_decay"].requires_grad
+
+
+@cells
 def test_gradcheck(decay, write):
     x = draw(decay, write, 8 + 3, B=1, H=1, K=2, V=3, level=-0.5)
     form = lambda *values: chunked(**pack(dict(zip(x, values))), chunk=8)
