@@ -129,8 +129,10 @@ def piece(S, q, k, v, g, beta, r, *, C, loops):
     T = q.size(1)
 
     def blocks(x):  # (B, T, H, D) -> (N, B, H, C, D)
-        x = x if x is None or not T % C else F.pad(x, (0, 0, 0, 0, 0, -T % C))
-        return None if x is None else x.to(S.dtype).unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous()
+        if x is None:
+            return None
+        x = F.pad(x, (0, 0, 0, 0, 0, -T % C)) if T % C else x
+        return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).to(S.dtype, memory_format=torch.contiguous_format)
 
     q, k, v, g, beta, r = map(blocks, (q, k, v, g, beta, r))
     r = k if r is None else r
