@@ -108,7 +108,7 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
         total = total + share(loss, backward)
         sums = {name: sums[name] + value / len(h) for name, value in zip(sums, both)}
     if leaf is not h and len(h):
-        h.backward(leaf.grad)
+        share(h, lambda h: h.backward(leaf.grad))
     return {"loss": total} | sums
 
 
@@ -189,7 +189,8 @@ def share(loss, backward):
     if backward is None:
         return loss
     if loss.requires_grad:
-        backward(loss)
+        with torch.autocast(loss.device.type, enabled=False):  # else the gradients of float32 matmuls are bf16 ones
+            backward(loss)
     return loss.detach()
 
 

@@ -51,14 +51,14 @@ def check(q, k, v, log_decay, beta, erase, S):
 # ------------------------------------------------------------------ by matmuls
 
 
-PIECE = 1 << 19  # numbers of q that a CPU works on at once: what is made of them stays in its caches
+PIECE, KEPT = 1 << 19, 16  # a CPU works on so many numbers of q at once (its caches), and keeps so many such pieces
 
 
 def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=32, loops=None):
     """The same answer as `recurrent` (arguments, results, errors), with matmuls over chunks of `chunk` rows.
 
-    On a CPU a long sequence is cut in pieces. What the last 16 make is kept for the backward pass, what those before
-    them make is made again (`Again`). `loops`: see `Carry`.
+    On a CPU a long sequence is cut in pieces. For the backward pass the intermediates of the last KEPT are kept, those
+    of earlier ones are computed again (`Again`). `loops`: see `Carry`. Differentiable once.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk: wanted a power of two (`scores` halves it), got {chunk}")
@@ -70,7 +70,7 @@ def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=32,
     C = min(chunk, max(1 << (T - 1).bit_length(), 16 if loops else 1))  # of about T if T is short; kernels need 16
     rows = max(PIECE // (C * q[:, 0].numel()), 1) * C if q.device.type == "cpu" else T
     form = functools.partial(piece, C=C, loops=loops or (carry, carry_back))
-    early, outputs = max(-(-T // rows) - 16, 0) * rows, []
+    early, outputs = max(-(-T // rows) - KEPT, 0) * rows if torch.is_grad_enabled() else 0, []
     with torch.autocast(q.device.type, enabled=False):
         xs = [q, k, v, log_decay, beta, r]
         if early:
@@ -88,7 +88,7 @@ class Again(torch.autograd.Function):
     """o and the last S of `form` over pieces of `rows` tokens, of which only the S before each is kept.
 
     The backward pass computes each piece again (gradient checkpointing, arXiv 1604.06174): a long sequence takes little
-    more memory than its q, k, v and their gradients.
+    more memory than its q, k, v and their gradients, V / rows of q for the states.
     """
 
     @staticmethod
@@ -110,21 +110,21 @@ class Again(torch.autograd.Function):
         for here, S in zip(reversed(ctx.pieces), reversed(states)):
             S, part = S.detach().requires_grad_(), [x if x is None else x[:, here].detach() for x in xs]
             given = [x.requires_grad_() for x, need in zip(part, needs) if need]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(S.device.type, enabled=False):
                 results = ctx.form(S, *part)
-            by_S, *found = torch.autograd.grad(results, [S, *given], (by_o[:, here], by_S))
+                by_S, *found = torch.autograd.grad(results, [S, *given], (by_o[:, here], by_S))
             for whole, g in zip((x for x in by if x is not None), found):
                 whole[:, here] = g
         return None, None, by_S, *by
 
 
 def piece(S, q, k, v, g, beta, r, *, C, loops):
-    """`chunked` of tokens that are worked on at once -> o (B, T, H, V), S. r: the key whose recall a write takes back.
+    """`chunked` of tokens that are worked on at once -> o (B, T, H, V), S. r: the key that a write erases at, None: k.
 
     A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S.
-    One triangular solve gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated, 2412.06464),
-    and the loop over chunks, `Carry`, carries S alone. A ragged last chunk is padded: a zero key writes nothing, a zero
-    log_decay keeps all.
+    One inverse of a triangle gives u and w of all chunks at once (the WY form, arXiv 2406.06484 eq. 10; gated,
+    2412.06464), in float64: at β = 2 float32 leaves 1e-4 in the place of 1e-5. The loop over chunks, `Carry`, carries S
+    alone. A ragged last chunk is padded: a zero key writes nothing, a zero log_decay keeps all.
     """
     T = q.size(1)
 
@@ -142,9 +142,10 @@ def piece(S, q, k, v, g, beta, r, *, C, loops):
         seen, keep = g.cumsum(-2).exp(), g.sum(-2, keepdim=True).exp().mT
         q, r, k = q * seen, r if beta is None else r * seen, k * after(g).exp()
     if beta is not None:
-        one = torch.eye(C, dtype=S.dtype, device=S.device).expand_as(A)
-        writes = torch.linalg.solve_triangular(own[0] * beta, one, upper=False, unitriangular=True) * beta.mT
-        u, w = writes @ v, writes @ r
+        one = torch.eye(C, dtype=torch.float64, device=S.device).expand_as(A)
+        inverse = torch.linalg.solve_triangular((own[0] * beta).double(), one, upper=False, unitriangular=True)
+        inverse = inverse.to(S.dtype) * beta.mT
+        u, w = inverse @ v, inverse @ r
     before, writes, S = Carry.apply(u, w, k, keep, S, loops)
     o = (q @ before).flatten(0, 2).baddbmm_(A.flatten(0, 2), writes.flatten(0, 2)).view_as(writes)
     return o.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T], S
@@ -163,15 +164,15 @@ def scores(xs, y, g):
     """For each x of xs: A_ij = Σ_d x_id y_jd exp(Σ of g_d after j up to i) for j ≤ i, else 0.
 
     x, y (…, C, K), g None | (…, C, 1 | K) -> list of (…, C, C). exp(±Σ g) overflows, and differences of long sums lose
-    the small in the large: with one decay per head the sums are float64, masked before exp. Per channel, where no sum
-    is beyond 32, both factors meet in the middle of the rows, at most exp(16) each; elsewhere rows are halved until it
-    is so, late ones and early columns meeting at the middle with factors ≤ 1.
+    the small in the large: with one decay per head the sums are float64, masked before exp. Per channel, if no
+    sum is below −32, both factors are counted from the middle row, and products above the diagonal, up to exp(32), are
+    masked; else rows are halved until it is so, and late ones and early columns meet at the middle with factors ≤ 1.
     """
     C = y.size(-2)
     if g is None or C == 1:
         return [(x @ y.mT).tril() for x in xs]
     if g.size(-1) == 1:
-        G = g.double().cumsum(-2)
+        G = g.double().clamp(min=-1e4).cumsum(-2)  # -inf - -inf is nan
         future = torch.ones(C, C, dtype=torch.bool, device=y.device).triu(1)
         faded = (G - G.mT).to(y.dtype).masked_fill(future, -math.inf).exp()
         return [(x @ y.mT) * faded for x in xs]
@@ -212,17 +213,16 @@ class Carry(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, by_before, by_writes, by_S):
         w, k, keep, before, writes = ctx.saved_tensors
-        after, by_writes, by_S = ctx.loops[1](
-            by_before, by_writes, by_S, w, k, keep
-        )  # after: gradient of S past a chunk
+        # later: the gradient of S after a chunk
+        later, by_writes, by_S = ctx.loops[1](by_before, by_writes, by_S, w, k, keep)
         by_w = None if w is None else -by_writes @ before.mT
-        by_keep = None if keep is None else (after * before).sum((-2, -1) if keep.size(-2) == 1 else -1).view_as(keep)
-        return by_writes, by_w, writes @ after.mT, by_keep, by_S, None
+        by_keep = None if keep is None else (later * before).sum((-2, -1) if keep.size(-2) == 1 else -1).view_as(keep)
+        return by_writes, by_w, writes @ later.mT, by_keep, by_S, None
 
 
 def carry(u, w, k, keep, S):
     """`Carry` forwards, each chunk into its place."""
-    before, writes = S.new_empty(len(k) + 1, *S.shape), u if w is None else torch.empty_like(u)
+    before, writes = S.new_empty(len(k) + 1, *S.shape), u if w is None else u.new_empty(u.shape)
     before[0] = S
     keep = S.new_ones(len(k), 1, 1) if keep is None else keep.flatten(1, 2)
     S, write, k = (x.flatten(1, 2) for x in (before, writes, k.mT))
@@ -236,17 +236,17 @@ def carry(u, w, k, keep, S):
 
 def carry_back(by_before, by_writes, by_S, w, k, keep):
     """`Carry` backwards: of each chunk the gradients of the S after it and of its writes, and that of the first S."""
-    after, by = by_S.new_empty(len(k) + 1, *by_S.shape), torch.empty_like(by_writes)
-    after[-1] = by_S
+    later, by = by_S.new_empty(len(k) + 1, *by_S.shape), by_writes.new_empty(by_writes.shape)
+    later[-1] = by_S
     keep = by_S.new_ones(len(k), 1, 1) if keep is None else keep.flatten(1, 2)
-    S, write, k, by_before, by_writes = (x.flatten(1, 2) for x in (after, by, k, by_before, by_writes))
+    S, write, k, by_before, by_writes = (x.flatten(1, 2) for x in (later, by, k, by_before, by_writes))
     w = w if w is None else w.mT.flatten(1, 2)
     for n in reversed(range(len(k))):
         torch.baddbmm(by_writes[n], k[n], S[n + 1], out=write[n])
         torch.addcmul(by_before[n], S[n + 1], keep[n], out=S[n])
         if w is not None:
             S[n].baddbmm_(w[n], write[n], alpha=-1)
-    return after[1:], by, after[0].clone()
+    return later[1:], by, later[0].clone()
 
 
 # ------------------------------------------------------------------ by Triton

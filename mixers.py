@@ -207,8 +207,8 @@ FEATURES = {
     "rebased": (lambda K: torch.ones(1, K), True, normed, lambda z, t, y: y.square()),  # 2402.10644
     "taylor": (lambda K: random_maps(K, 16) / K**0.5, True, at_2, lambda z, t, y: taylor(y)),  # 2402.18668
     "cosformer": (None, True, F.relu, lambda z, t: both(z * t.cos(), z * t.sin())),  # 2202.08791
-    "performer": (random_maps, True, at_2, lambda z, t, y: torch.exp(y - 2)),  # 2009.14794
-    "rfa": (random_maps, False, at_2, lambda z, t, y: both(y.sin(), y.cos())),  # 2103.02143: Σ cos(q − k)
+    "performer": (random_maps, True, unit, lambda z, t, y: torch.exp(y - 1 / 2)),  # 2009.14794
+    "rfa": (random_maps, False, unit, lambda z, t, y: both(y.sin(), y.cos())),  # 2103.02143: Σ cos(q − k)
 }
 
 

@@ -140,6 +140,38 @@ def test_a_second_backward_pass_and_constants(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(first, second)) and not x["log_decay"].requires_grad
 
 
+def test_gradients_under_autocast_are_float32(monkeypatch):
+    monkeypatch.setattr(kernels, "PIECE", 1)
+    for T in (64, 32 * 20):  # kept; the first four computed again
+        found = []
+        for on in (False, True):
+            x = draw("head", "delta", T, level=-0.1, strength=0.5, dtype=torch.float32)
+            o, _ = chunked(**pack(x))
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                distill.share(o.square().sum(), torch.Tensor.backward)
+            found.append([z.grad for z in x.values()])
+        for a, b in zip(*found):
+            assert torch.equal(a, b)
+
+
+@cells
+def test_nothing_is_left_of_what_fades_at_once(decay, write):
+    x = draw(decay, write, 40, level=-0.1, strength=1.0)
+    if "log_decay" in x:
+        x["log_decay"].data[:, 7] = -math.inf
+    got, wanted = run(chunked, x), run(recurrent, x)
+    for name in wanted.keys() - {"log_decay"}:
+        close(got[name], wanted[name], 1e-10)
+
+
+def test_strong_writes_among_like_keys_keep_their_digits():
+    x = {n: z.detach() for n, z in draw("none", "delta", 1024, B=1, K=64, V=64, strength=2.0).items()}
+    x["k"] = F.normalize(x["k"] + 2 * x["k"][:, :1], dim=-1)
+    o, S = chunked(**{n: z.float() for n, z in x.items()})
+    wanted = recurrent(**x)
+    assert max(distance(a, b) for a, b in zip((o, S), wanted)) < 2e-5  # an inverse in float32 leaves 1e-4
+
+
 @cells
 def test_gradcheck(decay, write):
     x = draw(decay, write, 8 + 3, B=1, H=1, K=2, V=3, level=-0.5)
@@ -681,18 +713,19 @@ def test_features_are_their_formulas(name):
     phi, q, k = mixers.Feature(name, 3, 16, 64).double(), *torch.randn(2, 2, 20, 3, 16).double()
     dot = lambda a, b: torch.einsum("bihk,bjhk->bhij", a, b)
     got = dot(phi(q, torch.arange(20)[None]), phi(k, torch.arange(20)[None]))
-    if name in ("taylor", "performer", "rfa"):  # of q and k at length 2, seen along their random directions
-        q, k = (torch.einsum("bthk,kj->bthj", unit2(z), phi.maps[0, 0]) for z in (q, k))
-    if name == "performer":  # exp(w·z − |z|²/2), |z| = 2 before the directions
-        close(got, dot((q - 2).exp(), (k - 2).exp()), 1e-6)
+    if name in ("taylor", "performer", "rfa"):  # of q and k at one length, seen along their random directions
+        length = 2 if name == "taylor" else 1
+        q, k = (torch.einsum("bthk,kj->bthj", length / 2 * unit2(z), phi.maps[0, 0]) for z in (q, k))
+    if name == "performer":  # exp(w·z − |z|²/2), |z| = 1 before the directions
+        close(got, dot((q - 0.5).exp(), (k - 0.5).exp()), 1e-6)
     else:
         close(got, FORMULAS[name](q, k, dot), 1e-6)
 
 
 @torch.no_grad()
 def test_random_features_approach_their_kernel():
-    """arXiv 2103.02143 eq. 4 for q and k of length 2, over 400 draws; no direction is likelier than its opposite."""
-    z, found = unit2(torch.randn(12, 16, generator=torch.Generator().manual_seed(0)).double()), 0
+    """arXiv 2103.02143 eq. 4 for q and k of length 1, over 400 draws; no direction is likelier than its opposite."""
+    z, found = unit2(torch.randn(12, 16, generator=torch.Generator().manual_seed(0)).double()) / 2, 0
     for seed in range(400):
         phi = mixers.Feature("rfa", 1, 16, 64).double()
         phi.maps[:, 0] = mixers.random_maps(16, seed=seed)
