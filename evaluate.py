@@ -526,7 +526,7 @@ def windows_of(tokenizer, text, longest):
 
 
 @torch.no_grad()
-def likelihoods(model, pairs, *, at_once=2048, device="cpu", bar=None):
+def likelihoods(model, pairs, *, at_once=2048):
     """[(ids, start)] -> [(log-likelihood of ids[start:], are they greedy)], same order, `at_once` tokens at a time."""
     order, results = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0])), {}
     while order:
@@ -535,7 +535,7 @@ def likelihoods(model, pairs, *, at_once=2048, device="cpu", bar=None):
         x = torch.zeros(len(group), longest, dtype=torch.long)  # padding on the right: causal, never read
         for row, i in enumerate(group):
             x[row, : len(pairs[i][0]) - 1] = torch.tensor(pairs[i][0][:-1])
-        h = model.trunk(x.to(device))[0]
+        h = model.trunk(x.to(model.embed.weight.device))[0]
         for row, i in enumerate(group):
             ids, start = pairs[i]
             wanted, total, greedy = torch.tensor(ids[start:], dtype=torch.long), 0.0, True
@@ -544,13 +544,11 @@ def likelihoods(model, pairs, *, at_once=2048, device="cpu", bar=None):
                 total += log_p.gather(-1, rows[:, None]).sum().item()
                 greedy &= bool((log_p.argmax(-1) == rows).all())
             results[i] = total, greedy
-        if bar:
-            bar.update(len(group))
     return [results[i] for i in range(len(pairs))]
 
 
 @torch.no_grad()
-def generate(model, tokenizer, prompts, new, *, until=(), piece=2048, device="cpu"):
+def generate(model, tokenizer, prompts, new, *, until=(), piece=2048):
     """Greedy texts after prompts, all at once -> [(text, was the prompt's beginning cut)].
 
     Shorter prompts are padded on the left, which changes nothing; they are read `piece` tokens at a time. Only learned
@@ -560,7 +558,7 @@ def generate(model, tokenizer, prompts, new, *, until=(), piece=2048, device="cp
     encoded = [first + tokenizer.encode(prompt) or [tokenizer.eos] for prompt in prompts]
     places = max(model.config.context - new, 1) if model.config.learned else max(map(len, encoded))
     kept, found, over = [ids[-places:] for ids in encoded], [[] for _ in prompts], set()
-    longest, state = max(map(len, kept)), None
+    longest, state, device = max(map(len, kept)), None, model.embed.weight.device
     x = torch.tensor([[tokenizer.eos] * (longest - len(ids)) + ids for ids in kept], device=device)
     mask = torch.tensor([[False] * (longest - len(ids)) + [True] * len(ids) for ids in kept], device=device)
     for ids, real in zip(x.split(piece, 1), mask.split(piece, 1)):
@@ -580,7 +578,7 @@ def generate(model, tokenizer, prompts, new, *, until=(), piece=2048, device="cp
     return [(text, len(ids) > places) for text, ids in zip(texts, encoded)]
 
 
-def answers(model, tokenizer, questions, file=None, *, chunk=None, device="cpu", title=""):
+def answers(model, tokenizer, questions, file=None, *, chunk=None, title=""):
     """What the model answers to each question -> [dict]; `file` keeps them, a chunk at a time, and has them again."""
     keys, done = [hashlib.sha1(repr(q).encode()).hexdigest()[:16] for q in questions], {}
     if file is not None and file.exists():
@@ -596,7 +594,7 @@ def answers(model, tokenizer, questions, file=None, *, chunk=None, device="cpu",
     with tqdm(total=len(questions), initial=len(questions) - len(left), desc=title, leave=False) as bar:
         for at in range(0, len(left), chunk):
             part = left[at : at + chunk]
-            for i, row in zip(part, answer([questions[i] for i in part], model, tokenizer, device)):
+            for i, row in zip(part, answer([questions[i] for i in part], model, tokenizer)):
                 done[keys[i]] = {"key": keys[i]} | row
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -606,21 +604,21 @@ def answers(model, tokenizer, questions, file=None, *, chunk=None, device="cpu",
     return [done[key] for key in keys]
 
 
-def answer(questions, model, tokenizer, device):
+def answer(questions, model, tokenizer):
     """-> one dict a question, all of one kind."""
     if isinstance(questions[0], Written):
         texts, (_, _, new, until) = [], questions[0]
         together = max(8192 // max(len(tokenizer.encode(q.prompt)) for q in questions), 1)
         for at in range(0, len(questions), together):
             prompts = [q.prompt for q in questions[at : at + together]]
-            texts += generate(model, tokenizer, prompts, new, until=until, device=device)
+            texts += generate(model, tokenizer, prompts, new, until=until)
         return [{"text": text, "cut": cut} for text, cut in texts]
     longest = model.config.context
     if isinstance(questions[0], Page):
         asked = [windows_of(tokenizer, q.text, min(longest, 2048)) for q in questions]
     else:
         asked = [[encode_pair(tokenizer, *pair, longest) for pair in q.pairs] for q in questions]
-    found = iter(likelihoods(model, [pair[:2] for pairs in asked for pair in pairs], device=device))
+    found = iter(likelihoods(model, [pair[:2] for pairs in asked for pair in pairs]))
     rows = []
     for q, pairs in zip(questions, asked):
         lls = [next(found) for _ in pairs]
@@ -894,48 +892,41 @@ def draw_ranks(path, rows):
 class Harness:
     """A model as lm-eval's `simple_evaluate` takes it (pip install lm-eval), so that its tasks run by name."""
 
-    def __init__(self, model, tokenizer, device="cpu"):
+    def __init__(self, model, tokenizer):
         from lm_eval.api.model import LM
 
         LM.register(Harness)
-        self.model, self.tokenizer, self.device, self.rank, self.world_size = model, tokenizer, device, 0, 1
+        self.model, self.tokenizer, self.rank, self.world_size = model, tokenizer, 0, 1
         self.task_dict, self.tokenizer_name = {}, "nanolinear"
 
     def set_cache_hook(self, hook):
         """lm-eval's own cache is not used: `simple_evaluate` calls this."""
 
     def loglikelihood(self, requests, **_):
-        longest = self.model.config.context
-        pairs = [encode_pair(self.tokenizer, *r.args, longest) for r in requests]
-        if cut := sum(pair[2] for pair in pairs):
-            print(f"lm-eval: {cut} of {len(pairs)} items are longer than the context; their beginnings are cut")
-        with tqdm(total=len(requests), desc="lm-eval") as bar:
-            return likelihoods(self.model, [pair[:2] for pair in pairs], device=self.device, bar=bar)
+        found = answers(self.model, self.tokenizer, [Exact([r.args]) for r in requests], title="lm-eval")
+        if cut := sum(row["cut"] for row in found):
+            print(f"lm-eval: {cut} of {len(found)} items are longer than the context; their beginnings are cut")
+        return [(row["ll"][0], row["greedy"]) for row in found]
 
     def loglikelihood_rolling(self, requests, **_):
-        whole = lambda text: likelihoods(
-            self.model, windows_of(self.tokenizer, text, self.model.config.context), device=self.device
-        )
-        return [sum(ll for ll, _ in whole(r.args[0])) for r in tqdm(requests)]
+        pages = [windows_of(self.tokenizer, r.args[0], self.model.config.context) for r in requests]
+        return [sum(ll for ll, _ in likelihoods(self.model, page)) for page in tqdm(pages, desc="lm-eval")]
 
     def generate_until(self, requests, **_):
-        texts = []
-        for context, how in tqdm([r.args for r in requests]):
-            until = how.get("until") or []
-            until, new = [until] if isinstance(until, str) else until, how.get("max_gen_toks", 256)
-            texts += [
-                text
-                for text, _ in generate(self.model, self.tokenizer, [context], new, until=until, device=self.device)
-            ]
-        return texts
+        asked = []
+        for context, how in (r.args for r in requests):
+            until = how.get("until") or ()
+            until = (until,) if isinstance(until, str) else tuple(until)
+            asked.append(Written(context, "", how.get("max_gen_toks", 256), until))
+        return [row["text"] for row in answers(self.model, self.tokenizer, asked, chunk=1, title="lm-eval")]
 
 
-def with_lm_eval(model, tokenizer, names, limit, shots, device):
+def with_lm_eval(model, tokenizer, names, limit, shots):
     """Scores of lm-eval's tasks by name -> {task: {metric,filter: (value, standard error)}}."""
     import lm_eval
 
     how = dict(tasks=names, limit=limit or None, num_fewshot=shots)
-    found = lm_eval.simple_evaluate(Harness(model, tokenizer, device), **how)["results"]
+    found = lm_eval.simple_evaluate(Harness(model, tokenizer), **how)["results"]
     number = lambda x: x if isinstance(x, float) else math.nan
     scores = {}
     for task, row in found.items():
@@ -1280,14 +1271,15 @@ def opened(name, dtype, device):
     return Scored(name, (Path(name) if is_run else CACHE) / "answers" / mark, is_run, model, tokenizer)
 
 
-def score(it, teacher, args, tasks, theirs, device):
+def score(it, teacher, args, tasks, theirs):
     """All scores of one model: {"name", "held", "tasks": by item, "harness": of lm-eval}."""
     held, found, file = None, {}, Path(it.name) / "heldout.safetensors"
     if it.is_run and file.exists():
         from safetensors.torch import load_file
 
         with reading(file, "delete it to score tasks alone"):
-            held = heldout(it.model, teacher, load_file(file)["tokens"].long().to(device))
+            tokens = load_file(file)["tokens"].long().to(it.model.embed.weight.device)
+            held = heldout(it.model, teacher, tokens)
     elif it.is_run:
         print(f"{it.name}: no heldout.safetensors in it, so no held-out text is scored")
     for task, length in tasks:
@@ -1299,7 +1291,7 @@ def score(it, teacher, args, tasks, theirs, device):
         else:
             questions = questions_of(task, args.data_dir, args.limit, args.shots)
         file, words = it.folder / f"{title}.answers", f"{Path(it.name).name} {title}"
-        answered = answers(it.model, it.tokenizer, questions, file, device=device, title=words)
+        answered = answers(it.model, it.tokenizer, questions, file, title=words)
         if cut := sum(a.get("cut", False) for a in answered):
             print(
                 f"{it.name}: {cut} of {len(answered)} items of {task} are longer than its context and lost their start"
@@ -1307,7 +1299,7 @@ def score(it, teacher, args, tasks, theirs, device):
         found[title] = metrics(questions, answered)
         if args.groups and getattr(questions[0], "group", ""):
             print(f"{it.name}, {task} by group:", *groups(questions, found[title]["acc"]), sep="\n")
-    harness = with_lm_eval(it.model, it.tokenizer, theirs, args.limit, args.shots, device) if theirs else {}
+    harness = with_lm_eval(it.model, it.tokenizer, theirs, args.limit, args.shots) if theirs else {}
     return {"name": it.name, "held": held, "tasks": found, "harness": harness}
 
 
@@ -1333,7 +1325,7 @@ def main():
             if teacher and teacher.config.vocab != opens[-1].model.config.vocab:
                 ids = f"it has {teacher.config.vocab} ids, {name} {opens[-1].model.config.vocab}"
                 raise BadInput(f"--baseline {baseline}: {ids}; give the model's own teacher")
-            rows.append(score(opens[-1], teacher, args, tasks, theirs, device))
+            rows.append(score(opens[-1], teacher, args, tasks, theirs))
             teacher = opens[0].model if name == baseline else teacher
             if args.prompt and name in args.models:
                 stream(opens[-1].model, opens[-1].tokenizer, args.prompt, 60, chat=args.chat)

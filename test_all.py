@@ -2524,7 +2524,7 @@ def test_windows_predict_each_token_once():
         end = min(at + 64, len(ids) - 1)
         x, y = torch.tensor([ids[end - 64 : end]]), torch.tensor(ids[at + 1 : end + 1])
         wanted -= F.cross_entropy(model(x)[0][0, -len(y) :], y, reduction="sum").item()
-    found = evaluate.answer([evaluate.Page(text, 1, 1)], model, tokenizer, "cpu")
+    found = evaluate.answer([evaluate.Page(text, 1, 1)], model, tokenizer)
     assert found == [{"ll": pytest.approx(wanted, rel=1e-5), "tokens": len(ids) - 1}]
 
 
@@ -2783,7 +2783,7 @@ def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name=None, **_: datasets.DatasetDict(data))
     model, tokenizer = tiny_teacher()
-    found = evaluate.with_lm_eval(model, tokenizer, ["piqa"], 0, None, "cpu")
+    found = evaluate.with_lm_eval(model, tokenizer, ["piqa"], 0, None)
     ours = evaluate.metrics(
         *(lambda q: (q, evaluate.answers(model, tokenizer, q)))([evaluate.piqa(r, ()) for r in data["validation"]])
     )
