@@ -10,6 +10,7 @@ item, so that a stopped scoring goes on and two models are compared on the same 
 and its picture from here, and train.py the text it reads. Nothing here trains.
 """
 
+import collections
 import contextlib
 import csv
 import difflib
@@ -178,33 +179,36 @@ def heldout(student, teacher, tokens, block=512):
     In nats per token; agreement: the share of positions where both put the same token first. No teacher: no more than
     "ce". Where only some tokens are learned, "answers" is the share of these that the student puts first.
     """
-    tokens, learn = unmark(tokens)
-    rows = {name: [] for name in ("ce", *(("teacher_ce", "kl", "agreement") if teacher else ()))}
-    rows |= {} if learn.all() else {"answers": []}
+    (tokens, learn), rows = unmark(tokens), []
     for ids, asked in zip(tokens, learn[:, 1:]):
         ours, theirs = (model and model.trunk(ids[None])[0][0, :-1] for model in (student, teacher))
-        sums = dict.fromkeys(rows, 0.0)
+        sums = collections.Counter()
         for at in range(0, len(ids) - 1, block):  # block × vocabulary floats at once
             part, following = slice(at, at + block), ids[1:][at : at + block]
             log_p = F.log_softmax(student.head(ours[part]).float(), -1)
             sums["ce"] += F.nll_loss(log_p, following, reduction="sum").item()
-            if "answers" in rows:
-                sums["answers"] += (log_p.argmax(-1) == following)[asked[part]].sum().item()
             if teacher:
                 log_t = F.log_softmax(teacher.head(theirs[part]).float(), -1)
                 sums["teacher_ce"] += F.nll_loss(log_t, following, reduction="sum").item()
                 sums["kl"] += F.kl_div(log_p, log_t, log_target=True, reduction="sum").item()
                 sums["agreement"] += (log_p.argmax(-1) == log_t.argmax(-1)).sum().item()
-        for name, total in sums.items():
-            rows[name].append(total / (asked.sum().clamp(min=1).item() if name == "answers" else len(ids) - 1))
-    return {name: mean_and_error(values) for name, values in rows.items()}
+            if not learn.all():
+                sums["answers"] += (log_p.argmax(-1) == following)[asked[part]].sum().item()
+        count = {"answers": max(asked.sum().item(), 1)}
+        rows.append({name: total / count.get(name, len(ids) - 1) for name, total in sums.items()})
+    return {name: mean_and_error([row[name] for row in rows]) for name in rows[0]}
+
+
+def mean_and_sd(values):
+    """-> (mean, standard deviation; nan for a single value)."""
+    values = torch.tensor(values, dtype=torch.float64)
+    return values.mean().item(), values.std().item() if len(values) > 1 else math.nan
 
 
 def mean_and_error(values):
-    """-> (mean, standard error of the mean; nan for a single value)."""
-    values = torch.tensor(values, dtype=torch.float64)
-    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return values.mean().item(), error
+    """-> (mean, standard error of the mean)."""
+    mean, deviation = mean_and_sd(values)
+    return mean, deviation / math.sqrt(len(values))
 
 
 # ------------------------------------------------------------------ tasks
@@ -834,23 +838,9 @@ def print_decoding(models, lengths, new=16, repeats=5):
     seconds = medians({key: functools.partial(decode, *pair, new) for key, pair in states.items()}, repeats)
     floats = lambda state: [z for layer in state for z in layer.values() if z.is_floating_point()]
     size = {key: sum(z.numel() * z.element_size() for z in floats(state)) for key, (_, state) in states.items()}
-    print(f"{'context':>8}" + "".join(f"{name[:24]:>26}" for name, _ in models) + "   (tokens/s, MiB of state)")
-    for T in lengths:
-        line = (f"{new / seconds[name, T]:>14.1f}{size[name, T] / 2**20:>12.1f}" for name, _ in models)
-        print(f"{T:>8}" + "".join(line))
-    return [[*key, new / seconds[key], size[key]] for key in states]
-
-
-def draw_decoding(path, rows):
-    """Tokens a second, and state, against context."""
-    with figure(path, 1, 2, figsize=(9, 3.5)) as (_, axes):
-        for name in dict.fromkeys(row[0] for row in rows):
-            T, speed, size = zip(*(row[1:] for row in rows if row[0] == name))
-            axes[0].plot(T, speed, "o-", label=name)
-            axes[1].plot(T, [n / 2**20 for n in size], "o-", label=name)
-        for ax, words in zip(axes, ("tokens a second", "MiB of state")):
-            ax.set(xlabel="tokens before", ylabel=words, xscale="log", yscale="log")
-        axes[0].legend()
+    rows = [[*key, new / seconds[key], size[key]] for key in states]
+    print_lines("tokens a second, MiB of state", rows, lambda speed, size: f"{speed:.1f} {size / 2**20:8.1f}")
+    return rows
 
 
 @torch.no_grad()
@@ -861,7 +851,6 @@ def print_ranks(models, text, lengths):
     are linear; it is between 1 and min(K, V).
     """
     rows = []
-    print(f"{'tokens':>8}" + "".join(f"{name[:24]:>26}" for name, *_ in models) + "   (effective rank of the state)")
     for name, model, tokenizer in models:
         ids, state, before = torch.tensor([tokenizer.encode(text)]).to(model.embed.weight.device), None, 0
         for T in sorted(n for n in lengths if n <= ids.size(1)):
@@ -872,18 +861,26 @@ def print_ranks(models, text, lengths):
             ranks = [torch.special.entr(p).sum(-1).exp().mean().item() for p in shares]
             rows.append([name, T, sum(ranks) / max(len(ranks), 1)])
             before = T
-    for T in sorted({row[1] for row in rows}):
-        print(f"{T:>8}" + "".join(f"{rank:>26.1f}" for _, at, rank in rows if at == T))
+    print_lines("effective rank of the state", rows, "{:.1f}".format)
     return rows
 
 
-def draw_ranks(path, rows):
-    """Effective rank of the state against the tokens read."""
-    with figure(path, figsize=(5.5, 4)) as (_, ax):
+def print_lines(title, rows, form):
+    """Rows [name, T, *values] as a table: a line a T, a column a name, form(*values) in it."""
+    names, cells = dict.fromkeys(row[0] for row in rows), {(name, T): form(*values) for name, T, *values in rows}
+    lines = [[str(T), *(cells.get((name, T), "") for name in names)] for T in sorted({row[1] for row in rows})]
+    print(f"\n{title}\n{as_text([['tokens', *names], *lines])}")
+
+
+def draw_lines(path, rows, panels):
+    """Rows [name, T, *values] against T, a line a name; panels: of each value what it is, its unit and its scale."""
+    with figure(path, 1, len(panels), figsize=(4.5 * len(panels), 3.5), squeeze=False) as (_, axes):
         for name in dict.fromkeys(row[0] for row in rows):
-            ax.plot(*zip(*[row[1:] for row in rows if row[0] == name]), "o-", markersize=3, label=name)
-        ax.set(xlabel="tokens read", ylabel="effective rank of the state", xscale="log")
-        ax.legend(fontsize=7)
+            T, *values = zip(*(row[1:] for row in rows if row[0] == name))
+            for ax, ys, (words, unit, scale) in zip(axes[0], values, panels):
+                ax.plot(T, [y / unit for y in ys], "o-", markersize=3, label=name)
+                ax.set(xlabel="tokens before", ylabel=words, xscale="log", yscale=scale)
+        axes[0][0].legend(fontsize=7)
 
 
 # ------------------------------------------------------------------ lm-eval
@@ -998,6 +995,7 @@ def draw_mixers(path, teacher_name, columns=5):
 
 MACHINE = {"out", "resume", "save_every", "micro_batch", "recompute", "dry_run", "report", "device", "commit", "torch"}
 MACHINE |= {"shard", "python", "threads", "date", "text", "source"}  # what of args.json is no choice between runs
+SIZES = {"teacher", "size"}  # these stand for the number of parameters
 MEASURES = {"ce": "CE", "gap": "gap in CE", "kl": "KL", "agreement": "same top token", "answers": "answers right"}
 
 
@@ -1009,19 +1007,19 @@ def report_runs(folder):
     if not rows:
         raise BadInput(f"--report {folder}: no finished run in it, and no results.jsonl")
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    axes, groups = grouped(rows)
+    groups = grouped(rows)
     told = any(g["lr"] for g in groups)  # else every run had its recipe's
-    table = [[*axes, *["lr"] * told, "seeds", *(MEASURES[m] for m in groups[0]["found"])]]
+    table = [[*groups[0]["key"], *["lr"] * told, "seeds", *(MEASURES[m] for m in groups[0]["found"])]]
     for g in groups:
         cells = [show(mean_and_sd(v)) for v in g["found"].values()]
         lr = [f"{g['lr']:g}" if g["lr"] else ""] * told
-        table.append([*map(str, g["key"]), *lr, str(len(g["rows"])), *cells])
+        table.append([*map(str, g["key"].values()), *lr, str(len(g["rows"])), *cells])
     tried = any(g["rates"] > 1 for g in groups)
     chosen = "; lr: of those tried, the one that was best on the validation windows" if tried else ""
-    lines = [f"mean ± standard deviation over seeds{chosen}", *laws(axes, groups)]
+    lines = [f"mean ± standard deviation over seeds{chosen}", *laws(groups)]
     print("\n" + as_text(table), *lines, sep="\n")
     (folder / "results.md").write_text("\n\n".join([as_text(table, markdown=True), *lines]) + "\n", encoding="utf-8")
-    draw_runs(folder / "results.png", axes, groups)
+    draw_runs(folder / "results.png", groups)
     print(f"written: {folder}/results.jsonl, .md and .png")
 
 
@@ -1046,25 +1044,24 @@ def collect(folder):
 
 
 def grouped(rows):
-    """-> (names of what differs but for seed and lr, [{"key", "lr", "rates", "rows", "found": {measure: values}}]).
+    """-> [{"key": {what differs but for seed and lr: its value}, "lr", "rates", "rows", "found": {measure: values}}].
 
     A group's rows are its seeds at the rate whose last validations are best.
     """
     args = [{k: v for k, v in row["args"].items() if k not in MACHINE} for row in rows]
     differing = [n for n in args[0] if n not in ("seed", "lr") and len({str(a.get(n)) for a in args}) > 1]
-    axes, every = differing or ["mixer"], [measured(row["scores"]) for row in rows]
-    shared, by = [name for name in MEASURES if all(name in found for found in every)], {}
+    axes, every, by, groups = differing or ["mixer"], [measured(row["scores"]) for row in rows], {}, []
+    shared = [name for name in MEASURES if all(name in found for found in every)]
     for row in rows:
         key = tuple(as_word(row["args"].get(name)) for name in axes)
         by.setdefault(key, {}).setdefault(row["args"]["lr"], []).append(row)
-    groups, size = [], {"teacher", "size"}
-    parameters = lambda rates: next(iter(rates.values()))[0]["scores"].get("parameters", 0)
-    place = lambda name, x, rates: (False, parameters(rates)) if name in size else (isinstance(x, str), x)
-    for key, rates in sorted(by.items(), key=lambda pair: [place(n, x, pair[1]) for n, x in zip(axes, pair[0])]):
+    for key, rates in by.items():
         lr = min(rates, key=lambda lr: np.mean([row["held"][-1][1] for row in rates[lr]]))
         found = {name: [measured(row["scores"])[name] for row in rates[lr]] for name in shared}
-        groups.append({"key": key, "lr": lr, "rates": len(rates), "rows": rates[lr], "found": found})
-    return axes, groups
+        groups.append({"key": dict(zip(axes, key)), "lr": lr, "rates": len(rates), "rows": rates[lr], "found": found})
+    parameters = lambda g: g["rows"][0]["scores"].get("parameters", 0)
+    place = lambda g, name, x: (False, parameters(g)) if name in SIZES else (isinstance(x, str), x)
+    return sorted(groups, key=lambda g: [place(g, *pair) for pair in g["key"].items()])
 
 
 def measured(scores):
@@ -1080,24 +1077,16 @@ def as_word(value):
     return value if isinstance(value, (int, float)) else Path(str(value or "")).name
 
 
-def mean_and_sd(values):
-    """-> (mean, standard deviation; nan for one value)."""
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-
-
-def laws(axes, groups):
+def laws(groups):
     """Lines: for each line of the figure, loss = E + A · x^−α, or why not; x the tokens, and the parameters."""
-    lines = []
+    lines, measures = [], [name for name in ("ce", "gap") if name in groups[0]["found"]]
     for axis, letter in (("tokens", "D"), ("parameters", "N")):
-        for names, line in lines_of(axes, groups, axis).items():
-            if len(line) < 2:
-                continue
-            name = " ".join(filter(None, names)) or "all"
+        for names, line in lines_of(groups, axis).items():
             x = np.array([value for value, g in line for _ in g["rows"]], float)
-            for measure in ("ce", "gap"):
-                if measure in line[0][1]["found"]:
-                    y = np.array([value for _, g in line for value in g["found"][measure]])
-                    lines.append(f"{name}: {MEASURES[measure]}({letter}) {law(x, y, letter)}")
+            for measure in measures if len(line) > 1 else ():
+                y = np.array([value for _, g in line for value in g["found"][measure]])
+                name = " ".join(filter(None, names)) or "all"
+                lines.append(f"{name}: {MEASURES[measure]}({letter}) {law(x, y, letter)}")
     return lines
 
 
@@ -1115,18 +1104,18 @@ def law(x, y, letter):
 
 def power_law(x, y):
     """Least squares of E + A x^−α with E, A ≥ 0: x (n,), y (fits, n) -> E, A, α, each (fits,). α by a grid of 1.5%."""
-    exponents, unit = np.geomspace(0.01, 4, 400), math.exp(np.log(x).mean())
-    powers = (x / unit) ** -exponents[:, None]  # (α, n)
-    centred = powers - powers.mean(1, keepdims=True)
-    A = np.maximum(y @ centred.T / (centred**2).sum(1), 0)  # (fits, α)
-    E = y.mean(1, keepdims=True) - A * powers.mean(1)
-    A = np.where(E < 0, y @ powers.T / (powers**2).sum(1), A)
-    E = np.maximum(E, 0)
-    errors = (y**2).sum(1, keepdims=True) + len(x) * E**2 + A**2 * (powers**2).sum(1)
-    errors += 2 * E * A * powers.sum(1) - 2 * E * y.sum(1, keepdims=True) - 2 * A * (y @ powers.T)
-    best = errors.argmin(1)
-    pick = lambda z: z[np.arange(len(y)), best]
-    return pick(E), pick(A) * unit ** exponents[best], exponents[best]
+    unit, best = math.exp(np.log(x).mean()), np.full((4, len(y)), np.inf)
+    for alpha in np.geomspace(0.01, 4, 400):
+        power = (x / unit) ** -alpha
+        centred = power - power.mean()
+        A = np.maximum(y @ centred / (centred @ centred), 0)
+        E = y.mean(1) - A * power.mean()
+        A = np.where(E < 0, y @ power / (power @ power), A)
+        E = np.maximum(E, 0)
+        errors = ((y - E[:, None] - A[:, None] * power) ** 2).sum(1)
+        found = np.stack([errors, E, A * unit**alpha, np.full(len(y), alpha)])
+        best = np.where(errors < best[0], found, best)
+    return best[1:]
 
 
 def fit_law(x, y, draws=1000, seed=0):
@@ -1138,12 +1127,11 @@ def fit_law(x, y, draws=1000, seed=0):
     return E, A, alpha, *np.quantile(power_law(x, drawn)[2], [0.025, 0.975])
 
 
-def lines_of(axes, groups, axis):
+def lines_of(groups, axis):
     """{(mixer, what else differs): [(x, group)] by x}; axis: "tokens", or "parameters" (of teachers or sizes)."""
-    gone = {"tokens"} if axis == "tokens" else {"teacher", "size"}
-    found = {}
-    for g in groups if gone & set(axes) else ():
-        told = {name: value for name, value in zip(axes, g["key"]) if name not in gone}
+    gone, found = {"tokens"} if axis == "tokens" else SIZES, {}
+    for g in groups if gone & set(groups[0]["key"]) else ():
+        told = {name: value for name, value in g["key"].items() if name not in gone}
         mixer = str(told.pop("mixer", ""))
         rest = " ".join(f"{value:,} tokens" if name == "tokens" else str(value) for name, value in told.items())
         x = g["rows"][0]["args"]["tokens"] if axis == "tokens" else g["rows"][0]["scores"]["parameters"]
@@ -1151,10 +1139,10 @@ def lines_of(axes, groups, axis):
     return {name: sorted(line, key=lambda point: point[0]) for name, line in found.items()}
 
 
-def draw_runs(path, axes, groups):
+def draw_runs(path, groups):
     """A row a measure. Against tokens, else parameters: a line a mixer, a column what else differs; else points."""
-    axis = "tokens" if "tokens" in axes else "parameters" if {"teacher", "size"} & set(axes) else ""
-    lines, measures = lines_of(axes, groups, axis), [m for m in ("ce", "kl", "answers") if m in groups[0]["found"]]
+    axis = "tokens" if "tokens" in groups[0]["key"] else "parameters" if SIZES & set(groups[0]["key"]) else ""
+    lines, measures = lines_of(groups, axis), [m for m in ("ce", "kl", "answers") if m in groups[0]["found"]]
     columns = list(dict.fromkeys(rest for _, rest in lines)) or [""]
     size = (1 + 4 * len(columns), (3.2 if axis else 1 + 0.25 * len(groups)) * len(measures))
     with figure(path, len(measures), len(columns), figsize=size, squeeze=False, layout="constrained") as (_, panels):
@@ -1170,7 +1158,7 @@ def draw_runs(path, axes, groups):
             else:
                 y, error = spread(groups)
                 ax.errorbar(y, range(len(y)), xerr=error, fmt="o")
-                ax.set_yticks(range(len(y)), [" ".join(map(str, g["key"])) for g in groups])
+                ax.set_yticks(range(len(y)), [" ".join(map(str, g["key"].values())) for g in groups])
                 ax.set_xlabel(MEASURES[measure])
         if len(lines) > 1:
             panels[0][0].legend(fontsize=7)
@@ -1337,19 +1325,20 @@ def main():
             write(target, saved, table, rows, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
         if args.decode:
             pairs = [(Path(it.name).name, it.model) for it in opens]
-            keep(target, "decoding", draw_decoding, print_decoding(pairs, lengths or (512, 2048, 8192, 32768, 65536)))
+            rows = print_decoding(pairs, lengths or (512, 2048, 8192, 32768, 65536))
+            keep(target, "decoding", rows, [("tokens a second", 1, "log"), ("MiB of state", 2**20, "log")])
         if args.rank:
             linear = [it for it in opens if set(it.model.config.mixers) != {"softmax"}]
             some = [(Path(it.name).name, it.model, it.tokenizer) for it in linear]
-            ranks = print_ranks(some, haystack(args.haystack), lengths or [2**n for n in range(4, 13)])
-            keep(target, "ranks", draw_ranks, ranks)
+            rows = print_ranks(some, haystack(args.haystack), lengths or [2**n for n in range(4, 13)])
+            keep(target, "ranks", rows, [("effective rank of the state", 1, "linear")])
 
 
-def keep(target, name, draw, rows):
+def keep(target, name, rows, panels):
     """Rows as data and as a figure, if there is a folder for them."""
     if target:
         (target / f"{name}.json").write_text(json.dumps(rows))
-        draw(target / f"{name}.png", rows)
+        draw_lines(target / f"{name}.png", rows, panels)
 
 
 def earlier(target):
