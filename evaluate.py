@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from distill import layers, reach, unmark
@@ -46,6 +47,7 @@ from surgery import (
     load_teacher,
     read_json,
     reading,
+    stream,
     transplant,
 )
 
@@ -1189,7 +1191,7 @@ def parser():
 
 
 def read_flags():
-    """-> (flags, [(task, needle length or None)], [lm-eval's tasks], lengths)."""
+    """-> flags; tasks: names, of needles one for each context (niah_1@512); harness: lm-eval's; lengths: numbers."""
     args = parser().parse_args()
     if args.limit < 0 or (args.shots or 0) < 0:
         raise BadInput(f"--limit {args.limit} --shots {args.shots}: wanted 0 (all items, no examples) or more")
@@ -1208,94 +1210,73 @@ def read_flags():
         raise BadInput(f"--tasks {args.tasks!r}: no task in it; there are {KNOWN}")
     ours, theirs = [], []
     for task in filter(None, names):
-        if task in TASKS:
-            ours.append((task, None))
-        elif task.partition(":")[0] in NIAH:
-            keys = task.partition(":")[2]
+        name, _, keys = task.partition(":")
+        if name in NIAH:
             if keys and not (keys.isdecimal() and 0 < int(keys) <= len(ADJECTIVES) * len(NOUNS)):
                 raise BadInput(f"--tasks {task}: wanted a number of needles after the colon, as niah_1:8")
-            ours += [(task, n) for n in lengths or (512, 1024, 2048)]
+            ours += [f"{task}@{n}" for n in lengths or (512, 1024, 2048)]
         else:
-            theirs.append(task)
-    if args.shots and not theirs and not any(task in TASKS and TASKS[task].shown for task, _ in ours):
+            (ours if task in TASKS else theirs).append(task)
+    if args.shots and not theirs and not any(task in TASKS and TASKS[task].shown for task in ours):
         raise BadInput(f"--shots {args.shots}: {args.tasks or 'held-out text'} has no examples to show; leave it out")
-    check_names(theirs)
-    return args, ours, theirs, lengths
+    if theirs:
+        check_names(theirs)
+    args.tasks, args.harness, args.lengths = ours, theirs, lengths
+    return args
 
 
 def check_names(names):
     """BadInput for the first that lm-eval does not know either."""
-    if not names:
-        return
-    near = lambda name: (difflib.get_close_matches(name, [*TASKS, *NIAH], 1) or list(TASKS))[0]
-    words = f"task {{!r}} is not known; did you mean {{!r}}? There are {KNOWN}"
     try:
         from lm_eval.tasks import TaskManager
+
+        known, rest = TaskManager().match_tasks, ", and none of lm-eval is called so"
     except ImportError:
-        raise BadInput(f"{words.format(names[0], near(names[0]))}; with pip install lm-eval also its tasks") from None
-    manager = TaskManager()
+        known, rest = lambda names: [], "; with pip install lm-eval also its tasks"
     for name in names:
-        if not manager.match_tasks([name]):
-            raise BadInput(f"{words.format(name, near(name))}, and none of lm-eval is called so")
+        if not known([name]):
+            near = (difflib.get_close_matches(name, [*TASKS, *NIAH], 1) or list(TASKS))[0]
+            raise BadInput(f"task {name!r} is not known; did you mean {near!r}? There are {KNOWN}{rest}")
 
 
-class Scored(typing.NamedTuple):
-    """A model on its way through the tasks."""
-
-    name: str
-    folder: Path  # of its answers; a run's own
-    is_run: bool
-    model: torch.nn.Module
-    tokenizer: object
-
-
-def opened(name, dtype, device):
-    """Load what is to be scored; the folder of its answers is its own by weights, shape and precision."""
-    model, tokenizer = load_teacher(name, dtype=dtype, device=device)
+def mark(model, tokenizer):
+    """What a model's answers are kept under: its weights, shape, precision and ids."""
     parts = [p.detach().flatten()[:64].float().cpu().numpy().tobytes() for p in model.parameters()]
-    about = f"{model.config}{tokenizer.bos}{tokenizer.eos}{tokenizer.vocab}{dtype}".encode()
-    is_run = (Path(name) / "args.json").exists()
-    mark = hashlib.sha1(about + b"".join(parts)).hexdigest()[:12]
-    return Scored(name, (Path(name) if is_run else CACHE) / "answers" / mark, is_run, model, tokenizer)
+    about = f"{model.config}{tokenizer.bos}{tokenizer.eos}{tokenizer.vocab}{model.embed.weight.dtype}".encode()
+    return hashlib.sha1(about + b"".join(parts)).hexdigest()[:12]
 
 
-def score(it, teacher, args, tasks, theirs):
+def score(name, model, tokenizer, teacher, args):
     """All scores of one model: {"name", "held", "tasks": by item, "harness": of lm-eval}."""
-    held, found, file = None, {}, Path(it.name) / "heldout.safetensors"
-    if it.is_run and file.exists():
-        from safetensors.torch import load_file
-
+    is_run, file, held, found = (Path(name) / "args.json").exists(), Path(name) / "heldout.safetensors", None, {}
+    folder = (Path(name) if is_run else CACHE) / "answers" / mark(model, tokenizer)
+    if is_run and file.exists():
         with reading(file, "delete it to score tasks alone"):
-            tokens = load_file(file)["tokens"].long().to(it.model.embed.weight.device)
-            held = heldout(it.model, teacher, tokens)
-    elif it.is_run:
-        print(f"{it.name}: no heldout.safetensors in it, so no held-out text is scored")
-    for task, length in tasks:
-        title = f"{task}@{length}" if length else task
+            held = heldout(model, teacher, load_file(file)["tokens"].long().to(model.embed.weight.device))
+    elif is_run:
+        print(f"{name}: no heldout.safetensors in it, so no held-out text is scored")
+    for task in args.tasks:
+        needle, _, length = task.partition("@")
         if length:
-            level, keys = int(task[5]), int(task.partition(":")[2] or 1)
+            level, keys = int(needle[5]), int(needle.partition(":")[2] or 1)
             text = haystack(args.haystack) if level > 1 else ""
-            questions = needles(level, length, it.tokenizer, text, args.limit or 100, keys=keys)
+            questions = needles(level, int(length), tokenizer, text, args.limit or 100, keys=keys)
         else:
             questions = questions_of(task, args.data_dir, args.limit, args.shots)
-        file, words = it.folder / f"{title}.answers", f"{Path(it.name).name} {title}"
-        answered = answers(it.model, it.tokenizer, questions, file, title=words)
+        file, words = folder / f"{task}.answers", f"{Path(name).name} {task}"
+        answered = answers(model, tokenizer, questions, file, title=words)
         if cut := sum(a.get("cut", False) for a in answered):
-            print(
-                f"{it.name}: {cut} of {len(answered)} items of {task} are longer than its context and lost their start"
-            )
-        found[title] = metrics(questions, answered)
+            print(f"{name}: {cut} of {len(answered)} items of {task} are longer than its context and lost their start")
+        found[task] = metrics(questions, answered)
         if args.groups and getattr(questions[0], "group", ""):
-            print(f"{it.name}, {task} by group:", *groups(questions, found[title]["acc"]), sep="\n")
-    harness = with_lm_eval(it.model, it.tokenizer, theirs, args.limit, args.shots) if theirs else {}
-    return {"name": it.name, "held": held, "tasks": found, "harness": harness}
+            print(f"{name}, {task} by group:", *groups(questions, found[task]["acc"]), sep="\n")
+    harness = with_lm_eval(model, tokenizer, args.harness, args.limit, args.shots) if args.harness else {}
+    return {"name": name, "held": held, "tasks": found, "harness": harness}
 
 
 def main():
     """Score models, their teacher beside them; in a run, or in --out, write the scores."""
-    from surgery import stream
-
-    args, tasks, theirs, lengths = read_flags()
+    args = read_flags()
     told = [read_json(Path(m) / "args.json") if (Path(m) / "args.json").exists() else {} for m in args.models]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, why = precision(device, args.precision)
@@ -1303,34 +1284,31 @@ def main():
     baseline = args.baseline or next((t["teacher"] for t in told if t.get("teacher") not in (None, "none")), "none")
     target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(args.models) == 1 else None
     saved = earlier(target)  # before the work, so that what cannot be written is known
-    names = [name for name in (baseline, *args.models) if name != "none"]
-    opens, rows, teacher = [], [], None
+    opens, models, teacher = [], [], None
     with autocast(device, dtype):
-        for name in dict.fromkeys(names):
-            opens.append(opened(name, dtype, device))
-            if args.chat and name in args.models and not opens[-1].tokenizer.chat:
+        for name in dict.fromkeys(name for name in (baseline, *args.models) if name != "none"):
+            model, tokenizer = load_teacher(name, dtype=dtype, device=device)
+            if args.chat and name in args.models and not tokenizer.chat:
                 raise BadInput(f"--chat: {name} has no chat template, it was not tuned on chats; leave --chat out")
-            if teacher and teacher.config.vocab != opens[-1].model.config.vocab:
-                ids = f"it has {teacher.config.vocab} ids, {name} {opens[-1].model.config.vocab}"
+            if teacher and teacher.config.vocab != model.config.vocab:
+                ids = f"it has {teacher.config.vocab} ids, {name} {model.config.vocab}"
                 raise BadInput(f"--baseline {baseline}: {ids}; give the model's own teacher")
-            rows.append(score(opens[-1], teacher, args, tasks, theirs))
-            teacher = opens[0].model if name == baseline else teacher
+            models.append(score(name, model, tokenizer, teacher, args))
             if args.prompt and name in args.models:
-                stream(opens[-1].model, opens[-1].tokenizer, args.prompt, 60, chat=args.chat)
-            if not (args.decode or args.rank) and name != baseline:
-                opens.pop()  # its memory too
-        table = table_of(rows, baseline != "none")
-        print("\n" + as_text(table), *compared(rows), sep="\n")
+                stream(model, tokenizer, args.prompt, 60, chat=args.chat)
+            teacher = model if name == baseline else teacher
+            opens += [(Path(name).name, model, tokenizer)] if args.decode or args.rank else []
+            del model  # its memory too, before the next is loaded
+        table = table_of(models, baseline != "none")
+        print("\n" + as_text(table), *compared(models), sep="\n")
         if target:
-            write(target, saved, table, rows, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
+            write(target, saved, table, models, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
         if args.decode:
-            pairs = [(Path(it.name).name, it.model) for it in opens]
-            rows = print_decoding(pairs, lengths or (512, 2048, 8192, 32768, 65536))
+            rows = print_decoding([it[:2] for it in opens], args.lengths or (512, 2048, 8192, 32768, 65536))
             keep(target, "decoding", rows, [("tokens a second", 1, "log"), ("MiB of state", 2**20, "log")])
         if args.rank:
-            linear = [it for it in opens if set(it.model.config.mixers) != {"softmax"}]
-            some = [(Path(it.name).name, it.model, it.tokenizer) for it in linear]
-            rows = print_ranks(some, haystack(args.haystack), lengths or [2**n for n in range(4, 13)])
+            linear = [it for it in opens if set(it[1].config.mixers) != {"softmax"}]
+            rows = print_ranks(linear, haystack(args.haystack), args.lengths or [2**n for n in range(4, 13)])
             keep(target, "ranks", rows, [("effective rank of the state", 1, "linear")])
 
 
