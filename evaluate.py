@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from distill import layers, reach, unmark
@@ -103,14 +104,14 @@ def texts_of(path, flag):
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            file = pyarrow.parquet.ParquetFile(path)
-            column = "messages" if "messages" in file.schema_arrow.names else "text"
-            found = (row for part in file.iter_batches(columns=[column]) for row in part[column].to_pylist())
+            parts = pyarrow.parquet.ParquetFile(path).iter_batches(columns=["messages", "text"])  # those that are there
+            rows = (row for part in parts for row in part.to_pylist())
         elif path.suffix == ".jsonl":
-            found = (row_of(json.loads(line)) for line in path.open(encoding="utf-8") if line.strip())
+            rows = (json.loads(line) for line in path.open(encoding="utf-8") if line.strip())
         else:
-            found = (part for part in path.read_text(encoding="utf-8-sig").split("\n<|endoftext|>\n") if part.strip())
-        yield from found
+            parts = path.read_text(encoding="utf-8-sig").split("\n<|endoftext|>\n")
+            rows = ({"text": part} for part in parts if part.strip())
+        yield from map(row_of, rows)
 
 
 def row_of(row):
@@ -126,8 +127,7 @@ def hub_texts(name, flag):
 
     name, config, split = (name.split(":") + ["", ""])[:3]
     with reading(f"{flag} {name}", "check the network and the name on the hub, or give a local file"):
-        for row in load_dataset(name, config or None, split=split or "train", streaming=True):
-            yield row_of(row)
+        yield from map(row_of, load_dataset(name, config or None, split=split or "train", streaming=True))
 
 
 def documentation():
@@ -286,10 +286,10 @@ def hellaswag(row, _):
     def plain(text):  # WikiHow's marks
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
-    in_parts = "ctx_b" in row
-    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}" if in_parts else row["ctx"]
-    gold = int(row["label"] if in_parts else row["gold"])
-    return choose(plain(context), [plain(ending) for ending in row["endings"]], gold)
+    if "ctx_b" in row:
+        context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+        row = {"ctx": context, "endings": row["endings"], "gold": row["label"]}
+    return choose(plain(row["ctx"]), [plain(ending) for ending in row["endings"]], int(row["gold"]))
 
 
 def piqa(row, _):
@@ -451,6 +451,7 @@ KNOWN = ", ".join([*TASKS, *NIAH])
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 ADJECTIVES = ("amber", "brave", "calm", "daring", "eager", "gentle", "jolly", "keen", "mellow", "noble", "quiet")
 NOUNS = ("anchor", "basket", "candle", "dragon", "engine", "forest", "garden", "hammer", "island", "kettle", "lantern")
+KEYS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
 
 
 def needles(level, tokens, tokenizer, text, n, new=64, seed=0, keys=1):
@@ -467,9 +468,8 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0, keys=1):
     before = f"A special magic {kind} is hidden within the following text. Make sure to memorize it."
     before += f" I will quiz you about the {kind} afterwards.\n"
     valued = lambda: str(uuid.UUID(int=draw.getrandbits(128))) if level == 3 else str(draw.randint(10**6, 10**7 - 1))
-    names = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
     for _ in range(n):
-        values = {key: valued() for key in draw.sample(names, keys)}
+        values = {key: valued() for key in draw.sample(KEYS, keys)}
         key, value = next(iter(values.items()))
         asked = f"\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
         asked += f" The special magic {kind} for {key} mentioned in the provided text is"
@@ -492,15 +492,14 @@ def needles(level, tokens, tokenizer, text, n, new=64, seed=0, keys=1):
 @functools.cache
 def haystack(source, size=1_000_000):
     """About `size` characters of a text to hide needles in."""
-    found, total = [], 0
+    text = ""
     for document in documents(source, "--haystack"):
         if not isinstance(document, str):
             raise BadInput(f"--haystack {source}: chats; give a text")
-        found.append(document)
-        total += len(document)
-        if total > size:
+        text += document + "\n"
+        if len(text) > size:
             break
-    return "\n".join(found)[:size]
+    return text[:size]
 
 
 # ------------------------------------------------------------------ what a model answers
@@ -538,17 +537,14 @@ def likelihoods(model, pairs, *, at_once=2048):
     while order:
         longest = len(pairs[order[0]][0]) - 1
         group, order = order[: max(at_once // longest, 1)], order[max(at_once // longest, 1) :]
-        x = torch.zeros(len(group), longest, dtype=torch.long)  # padding on the right: causal, never read
-        for row, i in enumerate(group):
-            x[row, : len(pairs[i][0]) - 1] = torch.tensor(pairs[i][0][:-1])
-        h = model.trunk(x.to(model.embed.weight.device))[0]
-        for row, i in enumerate(group):
-            ids, start = pairs[i]
-            wanted, total, greedy = torch.tensor(ids[start:], dtype=torch.long), 0.0, True
-            for part, rows in zip(h[row, start - 1 : len(ids) - 1].split(512), wanted.split(512)):
+        rows = [torch.tensor(pairs[i][0]) for i in group]
+        x = pad_sequence([ids[:-1] for ids in rows], batch_first=True)  # on the right: causal, never read
+        for i, ids, h in zip(group, rows, model.trunk(x.to(model.embed.weight.device))[0]):
+            start, total, greedy = pairs[i][1], 0.0, True
+            for part, wanted in zip(h[start - 1 : len(ids) - 1].split(512), ids[start:].split(512)):
                 log_p = F.log_softmax(model.head(part).float(), -1).cpu()
-                total += log_p.gather(-1, rows[:, None]).sum().item()
-                greedy &= bool((log_p.argmax(-1) == rows).all())
+                total += log_p.gather(-1, wanted[:, None]).sum().item()
+                greedy &= bool((log_p.argmax(-1) == wanted).all())
             results[i] = total, greedy
     return [results[i] for i in range(len(pairs))]
 
@@ -613,11 +609,10 @@ def answers(model, tokenizer, questions, file=None, *, chunk=None, title=""):
 def answer(questions, model, tokenizer):
     """-> one dict a question, all of one kind."""
     if isinstance(questions[0], Written):
-        texts, (_, _, new, until) = [], questions[0]
-        together = max(8192 // max(len(tokenizer.encode(q.prompt)) for q in questions), 1)
-        for at in range(0, len(questions), together):
-            prompts = [q.prompt for q in questions[at : at + together]]
-            texts += generate(model, tokenizer, prompts, new, until=until)
+        prompts, (_, _, new, until) = [q.prompt for q in questions], questions[0]
+        together = max(8192 // max(len(tokenizer.encode(prompt)) for prompt in prompts), 1)
+        parts = [prompts[at : at + together] for at in range(0, len(prompts), together)]
+        texts = [pair for part in parts for pair in generate(model, tokenizer, part, new, until=until)]
         return [{"text": text, "cut": cut} for text, cut in texts]
     longest = model.config.context
     if isinstance(questions[0], Page):
@@ -691,9 +686,9 @@ def mcnemar(a, b):
 # ------------------------------------------------------------------ the scoreboard
 
 
-def show(pair, form=".3f"):
+def show(pair):
     """'0.654 ± 0.021'."""
-    return f"{pair[0]:{form}}" + ("" if math.isnan(pair[1]) else f" ± {pair[1]:{form}}")
+    return f"{pair[0]:.3f}" + ("" if math.isnan(pair[1]) else f" ± {pair[1]:.3f}")
 
 
 def table_of(models, teacher=True):
@@ -1212,7 +1207,7 @@ def read_flags():
     for task in filter(None, names):
         name, _, keys = task.partition(":")
         if name in NIAH:
-            if keys and not (keys.isdecimal() and 0 < int(keys) <= len(ADJECTIVES) * len(NOUNS)):
+            if keys and not (keys.isdecimal() and 0 < int(keys) <= len(KEYS)):
                 raise BadInput(f"--tasks {task}: wanted a number of needles after the colon, as niah_1:8")
             ours += [f"{task}@{n}" for n in lengths or (512, 1024, 2048)]
         else:
