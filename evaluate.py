@@ -248,7 +248,7 @@ class Page(typing.NamedTuple):
 
 
 class Task(typing.NamedTuple):
-    """files: pattern under --data-dir; hub: dataset, configuration, split; ask: (row, examples) -> question."""
+    """files: pattern under --data-dir; hub: dataset, configuration, split; ask: row (with its "shown") -> question."""
 
     files: str
     hub: tuple
@@ -272,7 +272,7 @@ def choose(context, choices, answer, group=""):
     return picked([(context, " " + choice) for choice in choices], answer, group)
 
 
-def lambada(row, _):
+def lambada(row):
     """The last word, from the hub's text or a local file's context and continuation."""
     context, _, last = row["text"].rpartition(" ") if "text" in row else (row["context"], "", row["continuation"])
     if not context or not last.strip():
@@ -280,7 +280,7 @@ def lambada(row, _):
     return Exact([(context, " " + last.strip())])
 
 
-def hellaswag(row, _):
+def hellaswag(row):
     """The likeliest ending, its text cleaned as lm-eval does it."""
 
     def plain(text):  # WikiHow's marks
@@ -292,14 +292,14 @@ def hellaswag(row, _):
     return choose(plain(row["ctx"]), [plain(ending) for ending in row["endings"]], int(row["gold"]))
 
 
-def piqa(row, _):
+def piqa(row):
     """The better of two solutions."""
     if "goal" in row:
         row = {"query": row["goal"], "choices": [row["sol1"], row["sol2"]], "gold": int(row["label"])}
-    return science(row, _)
+    return science(row)
 
 
-def science(row, _):
+def science(row):
     """ARC from the hub, and what local files have as query, choices, gold."""
     question = row["query"] if "query" in row else row["question"]
     choices, gold = row["choices"], row.get("gold")
@@ -309,12 +309,12 @@ def science(row, _):
     return choose(f"Question: {question}\nAnswer:", choices, gold)
 
 
-def openbookqa(row, _):
+def openbookqa(row):
     """The sentence's likeliest end."""
     return choose(row["question_stem"], row["choices"]["text"], row["choices"]["label"].index(row["answerKey"].strip()))
 
 
-def winogrande(row, _):
+def winogrande(row):
     """Partial scoring: one continuation after two contexts."""
     if "sentence" in row:
         before, _, after = row["sentence"].partition("_")
@@ -323,7 +323,7 @@ def winogrande(row, _):
     return picked([(context, " " + row["continuation"]) for context in row["context_options"]], row["gold"])
 
 
-def mmlu(row, shots, letters=False):
+def mmlu(row, letters=False):
     """letters: the choices are listed and the model names one; else it gives the answer's words (cloze)."""
 
     def said(r):
@@ -336,25 +336,25 @@ def mmlu(row, shots, letters=False):
 
     kind = "multiple choice questions" if letters else "questions"
     about = f"The following are {kind} (with answers) about {row['subject'].replace('_', ' ')}.\n\n"
-    examples = "".join(f"{block(r)} {said(r)[int(r['answer'])]}\n\n" for r in shots)
+    examples = "".join(f"{block(r)} {said(r)[int(r['answer'])]}\n\n" for r in row["shown"])
     return choose(about + examples + block(row), said(row), int(row["answer"]), row["subject"])
 
 
-def bear(row, _):
+def bear(row):
     """Which of the relation's answers makes the likeliest sentence (arXiv 2404.04113, first template)."""
     sentences = [row["template"].replace("[X]", row["sub_label"]).replace("[Y]", y) for y in row["answers"]]
     return picked([("", sentence) for sentence in sentences], row["answer_idx"], row["relation"])
 
 
-def gsm8k(row, shots):
+def gsm8k(row):
     """Worked examples, then the number after ####, or the last number."""
     if "####" not in row["answer"]:
         raise ValueError("an answer without its number after ####")
-    examples = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in shots)
+    examples = "".join(f"Question: {r['question']}\nAnswer: {r['answer']}\n\n" for r in row["shown"])
     return Written(f"{examples}Question: {row['question']}\nAnswer:", row["answer"], 256, ("Question:",))
 
 
-def wikitext(row, _):
+def wikitext(row):
     """A page, its marks undone as lm-eval does it."""
     page = row["page"]
     text = page.replace("s '", "s'")
@@ -413,12 +413,8 @@ def local_rows(file):
     """The rows of one file: jsonl; MMLU's csv; WikiText's raw pages; BEAR's relations and the metadata beside them."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".csv":
-        subject = file.stem.removesuffix("_test").removesuffix("_dev")
-        choices = lambda row: [row[f"choice{i}"] for i in range(4)]
-        return [
-            {"question": row["question"], "choices": choices(row), "answer": int(row["answer"]), "subject": subject}
-            for row in csv.DictReader(io.StringIO(text))
-        ]
+        rows, subject = csv.DictReader(io.StringIO(text)), file.stem.removesuffix("_test").removesuffix("_dev")
+        return [row | {"choices": [row[f"choice{i}"] for i in range(4)], "subject": subject} for row in rows]
     if file.suffix == ".raw":
         starts = [m.start() for m in re.finditer(r"^ = [^=]+ = \n", text, flags=re.M)] + [len(text)]
         return [{"page": text[a:b]} for a, b in zip(starts, starts[1:])]
@@ -440,7 +436,8 @@ def questions_of(name, data_dir, limit=0, shots=None):
     with reading(f"task {name!r}", "give items with the fields that TASKS reads"):
         for row in rows_of(name, data_dir, task.shown[0], (*task.hub[:2], task.shown[1])) if shots else ():
             before.setdefault(row.get("subject"), []).append(row)
-        asked = [task.ask(row, before.get(row.get("subject"), [])[:shots]) for row in rows[: limit or None]]
+        shown = lambda row: {"shown": before.get(row.get("subject"), [])[:shots]}
+        asked = [task.ask(row | shown(row)) for row in rows[: limit or None]]
     if not asked:
         raise BadInput(f"task {name!r}: no items; give files that have some")
     return asked
@@ -648,11 +645,11 @@ def metrics(questions, answered):
         return {"acc": [float(same(a["text"], q.wanted)) for q, a in both]}
     if kind is Exact:
         return {"acc": [float(a["greedy"]) for a in answered], "ppl": [(a["ll"][0], 1) for a in answered]}
-    likeliest = lambda values: max(range(len(values)), key=values.__getitem__)
+    right = lambda q, values: float(np.argmax(values) == q.answer)
     by_size = lambda q, a: [ll / max(len(c) - 1, 1) for ll, (_, c) in zip(a["ll"], q.pairs)]
-    found = {"acc": [float(likeliest(a["ll"]) == q.answer) for q, a in both]}
+    found = {"acc": [right(q, a["ll"]) for q, a in both]}
     if len({c for _, c in questions[0].pairs}) > 1:  # winogrande's continuations are all the same
-        found["acc_norm"] = [float(likeliest(by_size(q, a)) == q.answer) for q, a in both]
+        found["acc_norm"] = [right(q, by_size(q, a)) for q, a in both]
     return found
 
 
@@ -685,6 +682,8 @@ def mcnemar(a, b):
 
 # ------------------------------------------------------------------ the scoreboard
 
+MEASURES = {"ce": "CE", "gap": "gap in CE", "kl": "KL", "agreement": "same top token", "answers": "answers right"}
+
 
 def show(pair):
     """'0.654 ± 0.021'."""
@@ -698,13 +697,7 @@ def table_of(models, teacher=True):
     """
     rows, held = [["", *(m["name"] for m in models)]], [m["held"] or {} for m in models]
     own = {"ce": next((show(h["teacher_ce"]) for h in held if "teacher_ce" in h), ""), "kl": "0", "agreement": "1"}
-    words = {
-        "ce": "held-out CE (nats)",
-        "kl": "KL to the teacher",
-        "agreement": "same top token",
-        "answers": "answers right",
-    }
-    for field, title in words.items():
+    for field, title in (MEASURES | {"ce": "held-out CE (nats)", "kl": "KL to the teacher"}).items():
         if any(field in h for h in held):
             cells = [show(h[field]) if field in h else "" for h in held]
             rows.append([title, *([own.get(field, ""), *cells[1:]] if teacher else cells)])
@@ -724,10 +717,9 @@ def as_text(rows, markdown=False):
     if markdown:
         lines = ["| " + " | ".join(row) + " |" for row in rows]
         return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
-    )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    aligned = lambda row: [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))]
+    return "\n".join("  ".join(aligned(row)) for row in rows)
 
 
 def scoreboard(held):
@@ -993,7 +985,6 @@ def draw_mixers(path, teacher_name, columns=5):
 MACHINE = {"out", "resume", "save_every", "micro_batch", "recompute", "dry_run", "report", "device", "commit", "torch"}
 MACHINE |= {"shard", "python", "threads", "date", "text", "source"}  # what of args.json is no choice between runs
 SIZES = {"teacher", "size"}  # these stand for the number of parameters
-MEASURES = {"ce": "CE", "gap": "gap in CE", "kl": "KL", "agreement": "same top token", "answers": "answers right"}
 
 
 def report_runs(folder):

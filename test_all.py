@@ -2785,7 +2785,7 @@ def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
     model, tokenizer = tiny_teacher()
     found = evaluate.with_lm_eval(model, tokenizer, ["piqa"], 0, None)
     ours = evaluate.metrics(
-        *(lambda q: (q, evaluate.answers(model, tokenizer, q)))([evaluate.piqa(r, ()) for r in data["validation"]])
+        *(lambda q: (q, evaluate.answers(model, tokenizer, q)))([evaluate.piqa(r) for r in data["validation"]])
     )
     assert found["piqa"]["acc"] == pytest.approx(evaluate.summary(ours["acc"]))
 
