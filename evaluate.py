@@ -64,8 +64,8 @@ def precision(device, wanted="auto"):
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         fast = kind == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    words = "has bf16 matrix instructions" if fast else "has no bf16 matrix instructions"
-    return torch.bfloat16 if fast else torch.float32, f"this {device} {words}"
+    words = f"this {device} has {'' if fast else 'no '}bf16 matrix instructions"
+    return torch.bfloat16 if fast else torch.float32, words
 
 
 def autocast(device, dtype):
@@ -84,14 +84,12 @@ def documents(source, flag="--data"):
     path = Path(source or "")
     if source is None:
         yield from documentation()
-    elif path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md", ".jsonl", ".parquet"))
-        if not files:
+    elif path.exists():
+        inside = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md", ".jsonl", ".parquet"))
+        if path.is_dir() and not inside:
             raise BadInput(f"{flag} {source}: no .txt, .md, .jsonl or .parquet in this folder")
-        for file in files:
+        for file in inside or [path]:
             yield from texts_of(file, flag)
-    elif path.is_file():
-        yield from texts_of(path, flag)
     elif is_hub_name(source.split(":")[0]):
         yield from hub_texts(source, flag)
     else:
@@ -138,8 +136,7 @@ def documentation():
     roots = [Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent, Path(np.__file__).parent]
     for root in roots:
         for file in sorted(root.rglob("*.py")):
-            inside = file.relative_to(root).parts
-            if "site-packages" in inside or "test" in inside or "tests" in inside:
+            if {"site-packages", "test", "tests"} & set(file.relative_to(root).parts):
                 continue
             try:
                 tree = ast.parse(file.read_bytes())
@@ -1013,11 +1010,10 @@ def report_runs(folder):
 
 def collect(folder):
     """-> (a row per finished run: its name, args, scores and validations, names of others), by name."""
-    rows, unfinished, file = {}, [], folder / "results.jsonl"
+    unfinished, file = [], folder / "results.jsonl"
     with reading(file, "delete it, if the runs are there"):
-        for line in file.read_text().splitlines() if file.exists() else ():
-            row = json.loads(line)
-            rows[row["run"]] = row
+        lines = file.read_text().splitlines() if file.exists() else ()
+        rows = {row["run"]: row for row in map(json.loads, lines)}
     for args in sorted(folder.glob("*/args.json")):
         run = args.parent
         if not (run / "scores.json").exists():
@@ -1026,8 +1022,8 @@ def collect(folder):
         with reading(run, "delete this run, and give the sweep's command again"):
             told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             found = [[r["step"], r["value"]] for r in told if "value" in r]
-            row = {"run": run.name, "args": read_json(args), "scores": read_json(run / "scores.json"), "held": found}
-            rows[run.name] = row
+            about = {"args": read_json(args), "scores": read_json(run / "scores.json"), "held": found}
+            rows[run.name] = {"run": run.name} | about
     return [rows[name] for name in sorted(rows)], unfinished
 
 
@@ -1134,8 +1130,7 @@ def draw_runs(path, groups):
     columns = list(dict.fromkeys(rest for _, rest in lines)) or [""]
     size = (1 + 4 * len(columns), (3.2 if axis else 1 + 0.25 * len(groups)) * len(measures))
     with figure(path, len(measures), len(columns), figsize=size, squeeze=False, layout="constrained") as (_, panels):
-        for (row, measure), (column, rest) in itertools.product(enumerate(measures), enumerate(columns)):
-            ax = panels[row][column]
+        for (measure, rest), ax in zip(itertools.product(measures, columns), panels.flat):
             spread = lambda gs, m=measure: np.nan_to_num([mean_and_sd(g["found"][m]) for g in gs]).T
             for (mixer, other), line in lines.items():
                 if other == rest:
