@@ -62,51 +62,40 @@ def parser():
     """Every flag. One that may differ when a run goes on is also named in `open_run`."""
     lists = f"A comma list after {', '.join(SWEPT)} is a sweep over the product, a folder a run."
     p = surgery.Parser(description=f"Linearize a teacher and distil it. {lists}", allow_abbrev=False)
-    g = p.add_argument_group("model")
-    g.add_argument("--mixer", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
-    sizes = ", ".join([*surgery.SIZES, *surgery.SMALL])
-    g.add_argument("--size", help=f"teacher by size: {sizes} (default 140m)")
-    g.add_argument("--teacher", help="folder, hub name, .gguf or run, instead of --size; none: pretrain from scratch")
-    g.add_argument("--family", default="llama", choices=["llama", "gpt2"], help="of --teacher none (default llama)")
-    g.add_argument("--tokenizer", help="of --teacher none: a teacher's, or bytes (default)")
-    g.add_argument("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0: none)")
-    g.add_argument("--keep", default="", help="layers left softmax: 0,8,16, or auto:K, the K that gain most (none)")
-    g.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a mixer's option, as conv=0")
-    g.add_argument(
-        "--student", metavar="RUN", help="go on from the student of a finished run, with another recipe or data"
-    )
-    g = p.add_argument_group("data")
-    g.add_argument(
-        "--data", help="text, jsonl, parquet, folder, hub name[:config[:split]], or mqar:N (default: docstrings)"
-    )
-    g.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
-    g.add_argument(
-        "--needles", type=float, default=0.0, help="share of sequences that hide and ask RULER's needles (0)"
-    )
-    g = p.add_argument_group("training")
-    g.add_argument(
-        "--recipe", choices=distill.RECIPES, help="stages and rates (default: default; hybrid with --window)"
-    )
-    g.add_argument("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
-    g.add_argument(
-        "--tokens-per-step", type=count, help="(default --context a process, as steps count most; pretraining 16 ×)"
-    )
-    g.add_argument("--micro-batch", type=int, help="sequences at once, for memory alone (default: all of a step)")
-    g.add_argument("--recompute", action="store_true", help="gradient checkpointing: less memory, a third more work")
-    g.add_argument("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
-    g.add_argument("--rates", default="", help="factors on it by role, as new=10,trunk=0.1; also mixer (default none)")
-    g.add_argument("--calibrate", type=int, help="sequences to calibrate on first (default 16, a hybrid 0)")
-    g.add_argument("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
-    g = p.add_argument_group("run")
-    g.add_argument("--out", help="folder of the run (default runs/MIXER-SIZE…; of a sweep runs/sweep)")
-    g.add_argument("--resume", action="store_true", help="go on with the run in that folder")
-    g.add_argument("--save-every", type=int, default=60, help="steps between checkpoints (default 60)")
-    g.add_argument("--dry-run", action="store_true", help="print the plan, and stop")
-    g.add_argument("--report", metavar="FOLDER", help="draw a sweep's table, fits and figure again, and stop")
-    g = p.add_argument_group("machine")
-    g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or mps")
-    g.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of matmuls (default auto)")
-    g.add_argument("--shard", action="store_true", help="under torchrun: a part of the weights in each process (FSDP)")
+    add = p.add_argument_group("model").add_argument
+    add("--mixer", help=f"what replaces attention: {', '.join(MIXERS)} (default delta)")
+    add("--size", help=f"teacher by size: {', '.join([*surgery.SIZES, *surgery.SMALL])} (default 140m)")
+    add("--teacher", help="folder, hub name, .gguf or run, instead of --size; none: pretrain from scratch")
+    add("--family", default="llama", choices=["llama", "gpt2"], help="of --teacher none (default llama)")
+    add("--tokenizer", help="of --teacher none: a teacher's, or bytes (default)")
+    add("--window", type=int, default=0, help="softmax over the last W tokens beside it (default 0: none)")
+    add("--keep", default="", help="layers left softmax: 0,8,16, or auto:K, the K that gain most (none)")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="a mixer's option, as conv=0")
+    add("--student", metavar="RUN", help="go on from the student of a finished run, with another recipe or data")
+    add = p.add_argument_group("data").add_argument
+    add("--data", help="text, jsonl, parquet, folder, hub name[:config[:split]], or mqar:N (default: docstrings)")
+    add("--context", type=int, default=512, help="tokens per sequence (default 512)")
+    add("--needles", type=float, default=0.0, help="share of sequences that hide and ask RULER's needles (0)")
+    add = p.add_argument_group("training").add_argument
+    add("--recipe", choices=distill.RECIPES, help="stages and rates (default: default; hybrid with --window)")
+    add("--tokens", type=count, help="budget over all stages, as 20k or 3b (default: ten minutes' worth)")
+    add("--tokens-per-step", type=count, help="(default --context a process, as steps count most; pretraining 16 ×)")
+    add("--micro-batch", type=int, help="sequences at once, for memory alone (default: all of a step)")
+    add("--recompute", action="store_true", help="gradient checkpointing: less memory, a third more work")
+    add("--lr", type=float, help="one learning rate for all stages (default: the recipe's)")
+    add("--rates", default="", help="factors on it by role, as new=10,trunk=0.1; also mixer (default none)")
+    add("--calibrate", type=int, help="sequences to calibrate on first (default 16, a hybrid 0)")
+    add("--seed", type=int, default=0, help="of new weights and the order of the data (default 0)")
+    add = p.add_argument_group("run").add_argument
+    add("--out", help="folder of the run (default runs/MIXER-SIZE…; of a sweep runs/sweep)")
+    add("--resume", action="store_true", help="go on with the run in that folder")
+    add("--save-every", type=int, default=60, help="steps between checkpoints (default 60)")
+    add("--dry-run", action="store_true", help="print the plan, and stop")
+    add("--report", metavar="FOLDER", help="draw a sweep's table, fits and figure again, and stop")
+    add = p.add_argument_group("machine").add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or mps")
+    add("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of matmuls (default auto)")
+    add("--shard", action="store_true", help="under torchrun: a part of the weights in each process (FSDP)")
     return p
 
 
