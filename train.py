@@ -144,38 +144,38 @@ def parts_of(flag, value):
 
 
 def read_flags(words):
-    """The flags, checked and completed (mixer, recipe, calibrate, teacher)."""
+    """The flags, completed and checked."""
     args = parser().parse_args(words)
     if args.student:
         take_student(args)
-    args.mixer = args.mixer or "delta"
-    if args.mixer not in MIXERS:
-        near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
-        raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
     scratch = args.teacher == "none"
     if args.size and args.teacher and not scratch:
-        raise BadInput(
-            f"--size {args.size} --teacher {args.teacher}: a teacher has its own size; leave one of them out"
-        )
-    args.size = args.size or "140m"
-    if (args.size in surgery.SMALL) != scratch and (scratch or not args.teacher):
-        raise BadInput(
-            f"--size {args.size} --teacher {args.teacher}: {', '.join(surgery.SMALL)} go with --teacher none, which "
-            "pretrains them; give such a run as --teacher of the next one"
-        )
+        raise BadInput(f"--size {args.size} --teacher {args.teacher}: a teacher has its own size; leave one out")
+    args.mixer, args.size = args.mixer or "delta", args.size or "140m"
     args.recipe = args.recipe or usual_recipe(args)
-    if scratch != (args.recipe in ("pretrain", "recall")):
-        raise BadInput(
-            f"--recipe {args.recipe} --teacher {args.teacher}: pretrain and recall, and they alone, have none"
-        )
-    if scratch and (args.calibrate or args.keep or args.student):
-        raise BadInput(
-            "--teacher none: there is nothing to calibrate to, keep or go on from; leave out what asks for it"
-        )
     if args.calibrate is None:
         args.calibrate = 0 if args.window or scratch or args.student else 16
     if args.tokens_per_step is None:
         args.tokens_per_step = args.context * (16 if scratch else WORLD)
+    check(args, scratch)
+    args.teacher = args.teacher or args.size
+    return args
+
+
+def check(args, scratch):
+    """BadInput for flags that cannot be, alone or together; scratch: there is no teacher."""
+    if args.mixer not in MIXERS:
+        near = difflib.get_close_matches(args.mixer, MIXERS, 1, cutoff=0)
+        raise BadInput(f"--mixer {args.mixer!r} is not known; did you mean {near[0]!r}? There are {', '.join(MIXERS)}")
+    if (args.size in surgery.SMALL) != scratch and (scratch or not args.teacher):
+        small = ", ".join(surgery.SMALL)
+        raise BadInput(f"--size {args.size} --teacher {args.teacher}: {small}, and they alone, go with --teacher none")
+    if scratch != (args.recipe in ("pretrain", "recall")):
+        raise BadInput(f"--recipe {args.recipe} --teacher {args.teacher}: pretrain, recall, and they alone, have none")
+    if scratch and (args.calibrate or args.keep or args.student):
+        raise BadInput("--teacher none: nothing to calibrate to, keep or go on from; leave out what asks for it")
+    if args.tokenizer and not scratch:
+        raise BadInput(f"--tokenizer {args.tokenizer}: a teacher brings its own; leave it out")
     for name, (low, high) in RANGES.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -190,10 +190,6 @@ def read_flags(words):
         if torch.device(args.device).type not in ("cpu", "cuda", "mps"):
             raise ValueError("not cpu, cuda or mps")
         torch.empty(0, device=args.device)
-    args.teacher = args.teacher or args.size
-    if args.tokenizer and not scratch:
-        raise BadInput(f"--tokenizer {args.tokenizer}: a teacher brings its own; leave it out")
-    return args
 
 
 def name_of(args):
@@ -219,9 +215,7 @@ def take_student(args):
     told, usual = surgery.read_json(Path(args.student) / "args.json"), parser().parse_args([])
     for name in ("mixer", "window", "keep", "option"):
         if getattr(args, name) != getattr(usual, name):
-            raise BadInput(
-                f"--student {args.student} --{name} {getattr(args, name)}: its own stays; leave --{name} out"
-            )
+            raise BadInput(f"--student {args.student}: its own stays; leave --{name} out")
         setattr(args, name, told.get(name, getattr(usual, name)))
     if told.get("teacher") == "none":
         raise BadInput(f"--student {args.student}: it was pretrained, not distilled; give it as --teacher")
@@ -237,9 +231,8 @@ def options_of(args):
         if auto and (len(numbers) != 1 or numbers[0] < 1):
             raise ValueError
     except ValueError:
-        raise BadInput(
-            f"--keep {args.keep!r}, --option {args.option}: wanted 0,8,16 or auto:4, and NAME=VALUE"
-        ) from None
+        told = f"--keep {args.keep!r}, --option {args.option}"
+        raise BadInput(f"{told}: wanted 0,8,16 or auto:4, and NAME=VALUE") from None
     for name in options.keys() & {"teacher", "mixer", "window", "keep"}:
         raise BadInput(f"--option {name}={options[name]}: this has a flag of its own, --{name}")
     return {"keep": () if auto else tuple(numbers)} | options, numbers[0] if auto else 0
