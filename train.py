@@ -332,7 +332,7 @@ class Text:
 
     def __init__(self, args, tokenizer):
         made, given = f"{tokenizer.to_json()}{tokenizer.eos}{tokenizer.chat}", Path(args.data or "")
-        self.args, self.tokenizer, self.coming, self.ahead, self.opened = args, tokenizer, (0, 0, None), None, {}
+        self.args, self.tokenizer, self.opened, self.coming, self.ahead = args, tokenizer, {}, {}, None
         self.about = {"vocab": tokenizer.vocab, "tokenizer": hashlib.sha1(made.encode()).hexdigest()}
         self.exercises = (args.data or "").startswith("mqar:")
         parts = [self.about, identity(args.data), args.needles, args.context * (self.exercises or args.needles > 0)]
@@ -341,20 +341,19 @@ class Text:
         tokens, self.header = self.shard(0)
         n = len(tokens) // args.context
         if n < 2:
-            raise BadInput(
-                f"--data {args.data}: {len(tokens)} tokens, but training and held-out text need a context of "
-                f"{args.context} each; give more text or a smaller --context"
-            )
+            few = f"{len(tokens)} tokens, but training and held-out text need a context of {args.context} each"
+            raise BadInput(f"--data {args.data}: {few}; give more text or a smaller --context")
         windows = tokens[: n * args.context].view(n, args.context)
         held = torch.arange(n) % 50 == min(n, 50) - 1
         some = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))
         self.first, self.held = windows[~held], windows[held][some[: max(16, 8192 // args.context)]].long()
+        self.opened[0] = self.first.flatten(), self.header  # without the gaps of held-out windows
         self.checksum = f"{zlib.crc32(self.first.numpy()):08x}"  # which text this is, for --resume
 
     def shard(self, k):
         """-> (tokens (n,), its header), or None beyond the last; another process that is making it is waited for."""
         if k not in self.opened:
-            last = k and surgery.read_json(self.folder / f"shard-{k - 1:05d}.json")["last"]
+            last = k and self.opened[k - 1][1]["last"]
             self.opened[k] = None if last else self.open(k, self.folder / f"shard-{k:05d}.json")
         return self.opened[k]
 
@@ -375,39 +374,31 @@ class Text:
 
     def make(self, k, file):
         """Write shard k: the documents after those of the shards before it."""
-        at, documents, source = self.coming
-        if source is None or at != k:
-            documents = surgery.read_json(self.folder / f"shard-{k - 1:05d}.json")["documents"] if k else 0
-            source = ids_from(self.args, self.tokenizer, documents)
+        before = self.opened[k - 1][1]["documents"] if k else 0
+        source = self.coming.pop(k, None) or ids_from(self.args, self.tokenizer, before)
         parts, total, size = [np.zeros(0, np.int32)], 0, 2_000_000 if self.exercises else SHARD
         while total <= size and (ids := next(source, None)) is not None:
             parts.append(np.array(ids, np.int32))
-            total, documents = total + len(ids), documents + 1
+            total += len(ids)
         if not total and not k:
             given = self.args.data
             raise BadInput(f"--data {given}: no text in it, or no chat in which the assistant speaks; give some")
-        self.coming = (k + 1, documents, source)
-        tokens, last = np.concatenate(parts), total <= size
-        header = self.about | {"documents": documents, "tokens": total, "last": last, "chats": bool((tokens < 0).any())}
+        self.coming[k + 1], tokens = source, np.concatenate(parts)
+        header = self.about | {"documents": before + len(parts) - 1, "tokens": total, "last": total <= size}
+        header["chats"] = bool((tokens < 0).any())
         for path, content in ((file.with_suffix(".bin"), tokens.tobytes()), (file, json.dumps(header).encode())):
             path.with_suffix(".tmp").write_bytes(content)
             path.with_suffix(".tmp").replace(path)
 
-    def windows(self, k, length):
-        """Shard k in rows of `length` tokens, over the gaps of held-out windows; None beyond the last."""
-        if k:
-            found = self.shard(k)
-            return found and found[0][: len(found[0]) // length * length].view(-1, length)
-        return self.first.flatten()[: self.first.numel() // length * length].view(-1, length)
-
     def rows(self, first, n, seed, length=None):
         """Sequences first … first + n − 1 of a run, (n, length), --context long if not told."""
-        found, at, epoch, k = [], 0, 0, 0
+        found, at, epoch, k, length = [], 0, 0, 0, length or self.args.context
         while n:
-            windows = self.windows(k, length or self.args.context)
-            if windows is None:
+            shard = self.shard(k)
+            if shard is None:
                 epoch, k = epoch + 1, 0
                 continue
+            windows = shard[0][: len(shard[0]) // length * length].view(-1, length)
             if first < at + len(windows):
                 g = torch.Generator().manual_seed(seed * 1000 + epoch + (k << 32))
                 rows = torch.randperm(len(windows), generator=g)[first - at : first - at + n]
