@@ -437,10 +437,8 @@ def plan(args, recipe):
         length = args.context * stage.context
         sequences = max(args.tokens_per_step // length, 1)
         if sequences % WORLD:
-            raise BadInput(
-                f"--tokens-per-step {args.tokens_per_step}: {sequences} sequences of {length} a step do not go round "
-                f"{WORLD} processes; wanted a multiple of {WORLD * length}"
-            )
+            told = f"--tokens-per-step {args.tokens_per_step}: wanted a multiple of {WORLD * length}"
+            raise BadInput(f"{told}, as there are {WORLD} processes and sequences of {length}")
         steps = max(round(args.tokens * stage.fraction / (sequences * length)), 1)
         legs.append(Leg(stage, at, at + steps, sequences, length, used // length))
         at, used = at + steps, used + steps * sequences * length
@@ -469,22 +467,17 @@ def matmul_rate(device, dtype):
 
 
 def flops_per_second(device, dtype):
-    """FLOP/s to expect of a training step: a third (measured, delta at 140m) of `matmul_rate`."""
-    return matmul_rate(device, dtype) / 3
+    """FLOP/s to expect of a training step here: a third (measured, delta at 140m) of `matmul_rate`, in each process."""
+    return agreed(matmul_rate(device, dtype)) / 3 * WORLD
 
 
 def saved_bytes(block, args, dtype, tokens=256):
     """Bytes that a block keeps for its backward pass per token, measured on `tokens` of noise."""
     seen, own = {}, {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-    def keep(x):
-        seen[x.untyped_storage().data_ptr()] = x
-        return x
-
+    keep = lambda x: seen.setdefault(x.untyped_storage().data_ptr(), x)
     x = torch.randn(1, tokens, block.mixer.width, device=args.device)
     with evaluate.autocast(args.device, dtype), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        y = block(x.requires_grad_())
-    del y
+        block(x.requires_grad_())
     return sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own) / tokens
 
 
@@ -503,39 +496,31 @@ def memory(student, leg, args, dtype):
     return (4 + dtype.itemsize) * size + 12 * trained + activations + vocabulary + 2**30
 
 
-def costs(args, student, legs, dtype):
-    """-> [(FLOPs, GiB at most)] of the legs; BadInput where this machine or this model cannot have them."""
+def costs(args, student, legs, dtype, rate):
+    """-> [FLOPs of a leg], [GiB at most], minutes; BadInput where this machine or this model cannot have them."""
     work = [flops_per_token(student, leg.stage) * (leg.stop - leg.start) * leg.sequences * leg.length for leg in legs]
-    needed, here = [memory(student, leg, args, dtype) / 2**30 for leg in legs], math.inf
-    if torch.device(args.device).type == "cpu" and hasattr(os, "sysconf"):
-        here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if max(needed) > here:
-        raise BadInput(
-            f"about {max(needed):.0f} GiB needed, {here:.0f} are here; --micro-batch 1, --recompute or less --context"
-        )
-    longest, places = max(leg.length for leg in legs), student.config.context if student.config.learned else math.inf
-    if longest > places:
-        raise BadInput(
-            f"--recipe {args.recipe}: {longest} tokens, this model has learned {places} positions; less --context"
-        )
-    return list(zip(work, needed))
+    needed = [memory(student, leg, args, dtype) / 2**30 for leg in legs]
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if torch.device(args.device).type == "cpu" and max(needed) > here:
+        told = f"about {max(needed):.0f} GiB needed, {here:.0f} are here"
+        raise BadInput(f"{told}; --micro-batch 1, --recompute or less --context")
+    longest, places = max(leg.length for leg in legs), student.config.context
+    if student.config.learned and longest > places:
+        told = f"{longest} tokens, this model has learned {places} positions"
+        raise BadInput(f"--recipe {args.recipe}: {told}; less --context")
+    return work, needed, sum(work) / rate / 60 + 1  # one to load and to score
 
 
 def announce(args, student, legs, rate, dtype):
     """Print a row a stage, then the state, and the minutes to expect."""
     print(f"{'stage':<10}{'tokens':>12}{'steps':>8}{'sequences':>12}{'lr':>9} schedule  trains {'TFLOP':>9}{'GiB':>6}")
-    found = costs(args, student, legs, dtype)
-    for leg, (work, needed) in zip(legs, found):
+    works, most, minutes = costs(args, student, legs, dtype, rate)
+    for leg, work, needed in zip(legs, works, most):
         stage, steps, shape = leg.stage, leg.stop - leg.start, f"{leg.sequences} × {leg.length}"
         row = f"{stage.loss:<10}{steps * leg.sequences * leg.length:>12,}{steps:>8,}{shape:>12}{stage.lr:>9.1e}"
         print(f"{row} {stage.schedule:<9} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}")
-    state, minutes = sum(block.mixer.state_size(args.context) for block in student.blocks), minutes_of(found, rate)
+    state = sum(block.mixer.state_size(args.context) for block in student.blocks)
     print(f"state {state:,} floats; about {minutes:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
-
-
-def minutes_of(found, rate):
-    """How long the legs of `costs` take, with a minute to load and to score."""
-    return sum(work for work, _ in found) / rate / 60 + 1
 
 
 def rate_at(leg, step, cuts):
@@ -561,8 +546,6 @@ def optimizer_for(student, stage):
     for name in distill.trainable(student, stage.trains):
         decay, p = 0.1 if name.endswith(".weight") and params[name].dim() == 2 else 0.0, params[name]
         groups.setdefault((stage.rates.get(distill.role(name), 1.0), decay, is_sharded(p)), []).append(p)
-    held = {id(p) for ps in groups.values() for p in ps}
-    assert held == {id(p) for p in student.parameters() if p.requires_grad}
     rows = [{"params": ps, "rate": rate, "weight_decay": decay} for (rate, decay, _), ps in groups.items()]
     return torch.optim.AdamW(rows, lr=stage.lr, betas=(0.9, 0.95), fused=True)
 
@@ -1019,7 +1002,7 @@ def go(args, folder, begun, newest):
     source = student.config.source
     if begun and begun.get("source") != source:
         raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
-    recipe, rate = recipe_of(args, student), agreed(flops_per_second(args.device, dtype)) * WORLD
+    recipe, rate = recipe_of(args, student), flops_per_second(args.device, dtype)
     args.tokens = args.tokens or tokens_for(student, recipe, rate)
     text = read_text(args, tokenizer)
     if begun and begun.get("text") != text.checksum:
@@ -1170,9 +1153,9 @@ def predict(runs):
         shape = (args.teacher, args.size, args.mixer, args.window, args.keep, args.option, args.student)
         if shape != built:
             student, built = models(args)[2], shape
-        found = costs(args, student, plan(args, recipe_of(args, student)), dtype)
-        total += minutes_of(found, rate)
-        print(f"{args.out:<60}{minutes_of(found, rate):>6,.0f} minutes{max(gib for _, gib in found):>7.1f} GiB")
+        _, needed, minutes = costs(args, student, plan(args, recipe_of(args, student)), dtype, rate)
+        total += minutes
+        print(f"{args.out:<60}{minutes:>6,.0f} minutes{max(needed):>7.1f} GiB")
     print(f"{len(runs)} runs, about {total:,.0f} minutes; given again, the command goes on where it was")
 
 
