@@ -14,7 +14,6 @@ import argparse
 import copy
 import dataclasses
 import difflib
-import glob
 import hashlib
 import itertools
 import json
@@ -26,7 +25,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -59,7 +57,7 @@ SWEPT = ("--mixer", "--size", "--teacher", "--window", "--option", "--recipe", "
 
 
 def parser():
-    """Every flag. One that may differ when a run goes on is also named in `open_run`."""
+    """Every flag. One that may differ when a run goes on is also named in MAY_DIFFER."""
     lists = f"A comma list after {', '.join(SWEPT)} is a sweep over the product, a folder a run."
     p = surgery.Parser(description=f"Linearize a teacher and distil it. {lists}", allow_abbrev=False)
     add = p.add_argument_group("model").add_argument
@@ -553,34 +551,32 @@ def optimizer_for(student, stage):
 # ------------------------------------------------------------------ checkpoints
 
 
-def checkpoint(folder, step, student, tokenizer, optimizer):
-    """Write folder/step-N whole or not at all (temporary name, fsync, rename); keep it and the one before."""
-    names = {id(p): name for name, p in student.named_parameters()}
-    model = {"model": surgery.plain_weights(student)}  # every process has a part in gathering what is sharded
-    moments = {
-        f"{names[id(p)]}|{k}": surgery.whole(v) for p, state in optimizer.state.items() for k, v in state.items()
-    }
-    model["optimizer"] = moments | {"rng": torch.get_rng_state()}
-    if parts := {k: w for k, w in student.state_dict().items() if ".parametrizations." in k}:
-        model["lora"] = parts  # the model beside it has them merged
+def checkpoint(run, step, optimizer):
+    """Write step-N of a run whole or not at all (temporary name, fsync, rename); keep it and the one before."""
+    names = {id(p): name for name, p in run.student.named_parameters()}
+    files = {"model": surgery.plain_weights(run.student)}  # every process has a part in gathering what is sharded
+    files["optimizer"] = {"rng": torch.get_rng_state()}
+    for p, state in optimizer.state.items():
+        files["optimizer"] |= {f"{names[id(p)]}|{k}": surgery.whole(v) for k, v in state.items()}
+    if parts := {k: w for k, w in run.student.state_dict().items() if ".parametrizations." in k}:
+        files["lora"] = parts  # the model beside it has them merged
     if RANK == 0:
-        write(folder, step, student.config, tokenizer, model)
+        write(run, step, files)
     together()
 
 
-def write(folder, step, config, tokenizer, files):
+def write(run, step, files):
     """A checkpoint's files, {name: {name: tensor}}, onto the disk."""
     from safetensors.torch import save_file
 
-    target, temporary, kept = folder / f"step-{step:08d}", folder / "step.tmp", find_checkpoint(folder)
+    folder, kept = run.folder, find_checkpoint(run.folder)
+    target, temporary = folder / f"step-{step:08d}", folder / "step.tmp"
     where = f"{kept.name} is whole" if kept else "there was none before"
     if not all(w.isfinite().all() for w in files["model"].values()):
-        raise BadInput(
-            f"step {step}: weights are not finite and were not saved; {where}; start again with a smaller --lr"
-        )
+        raise BadInput(f"step {step}: weights are not finite and were not saved; {where}; try a smaller --lr")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        surgery.save_about(config, tokenizer, temporary)
+        surgery.save_about(run.student.config, run.tokenizer, temporary)
         for name, tensors in files.items():
             save_file(tensors, temporary / f"{name}.safetensors")
         for file in temporary.iterdir():
@@ -615,13 +611,12 @@ def restore(folder, optimizer, student):
             raise ValueError(f"{len(saved)} moments of parameters that this stage does not train")
 
 
+MAY_DIFFER = ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run", "report", "shard")
+
+
 def open_run(args):
     """-> what the args.json of the run says, {} for a new one; BadInput if the flags say otherwise."""
-    folder, kept = (
-        Path(args.out),
-        ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run", "report", "shard"),
-    )
-    mine = {k: v for k, v in vars(args).items() if k not in kept}
+    folder = Path(args.out)
     if not args.resume:
         if folder.exists() and not args.dry_run:
             raise BadInput(f"--out {folder} exists; add --resume to continue it, or give another --out")
@@ -631,37 +626,33 @@ def open_run(args):
     theirs = surgery.read_json(folder / "args.json")
     if type(theirs.get("tokens")) is not int:
         raise BadInput(f"--resume: {folder}/args.json does not say how many tokens; start the run again")
-    for key, value in mine.items():
-        if theirs.get(key, value) != value and not (key == "tokens" and value is None):
+    for key, value in vars(args).items():
+        if key not in MAY_DIFFER and theirs.get(key, value) != value and not (key == "tokens" and value is None):
             raise BadInput(f"--resume: {folder} was started with {key} = {theirs.get(key)!r}, not {value!r}")
     args.tokens = theirs["tokens"]
     return theirs
 
 
-def record(folder, args, source, text):
+def record(run):
     """What must be known to repeat the run, before step 1."""
     from safetensors.torch import save_file
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.????????"):  # by a kill
-        shutil.rmtree(left)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    temporary.chmod(0o755)
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    temporary = run.folder.with_name(f".{run.folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a kill
+    temporary.mkdir(parents=True)
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     facts = {
-        "source": source,
-        "text": text.checksum,
-        "commit": asked.stdout.strip() or None,
+        "source": run.student.config.source,
+        "text": run.text.checksum,
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    save_file({"tokens": text.held}, temporary / "heldout.safetensors")
-    (temporary / "args.json").write_text(json.dumps(vars(args) | facts, indent=1))
-    temporary.rename(folder)
+    save_file({"tokens": run.text.held}, temporary / "heldout.safetensors")
+    (temporary / "args.json").write_text(json.dumps(vars(run.args) | facts, indent=1))
+    temporary.rename(run.folder)
 
 
 # ------------------------------------------------------------------ the loop
@@ -679,7 +670,7 @@ class Run:
     text: Text
     legs: list
     dtype: torch.dtype
-    facts: dict = dataclasses.field(default_factory=dict)  # for scores.json
+    facts: dict = None  # for scores.json
 
     def autocast(self):
         return evaluate.autocast(self.args.device, self.dtype)
@@ -687,31 +678,28 @@ class Run:
 
 def train(run, first):
     """Every leg from step `first` on: cheap validation -> save -> stop -> step -> log."""
-    args, student, end = run.args, run.student, run.legs[-1].stop
-    began, optimizer, trained, metrics = time.time(), None, 0, run.folder / "metrics.jsonl"
+    args, end, metrics = run.args, run.legs[-1].stop, run.folder / "metrics.jsonl"
+    began, optimizer, trained = time.time(), None, 0
     bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True, disable=RANK > 0)
     with bar, reopen(metrics, first) as log:
         together()
         found = [row for row in rows_of(metrics) if "heldout" in row]
         for step in range(first, end + 1):
-            leg = next((leg for leg in run.legs if leg.start <= step < leg.stop), run.legs[-1])
+            leg = next((leg for leg in run.legs if step < leg.stop), run.legs[-1])
             stage = leg.stage
             if optimizer is None or step == leg.start:
                 optimizer = enter(run, stage, resumed=optimizer is None and step != leg.start)
                 bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
-            tenth = max((leg.stop - leg.start) // 10, 1) if stage.schedule == "plateau" else end
-            if step % args.save_every == 0 or step == end or (step - leg.start) % tenth == 0:
+            saves = step % args.save_every == 0 or step == end
+            if saves or validates(leg, step):
                 found.append({"step": step} | validate(run, stage))
                 log.write(json.dumps(found[-1]) + "\n")
                 bar.write(f"step {step}: held-out {found[-1]['heldout'].upper()} {found[-1]['value']:.3f}")
-                if step > first and (step % args.save_every == 0 or step == end):
-                    checkpoint(run.folder, step, student, run.tokenizer, optimizer)
+            if saves and step > first:
+                checkpoint(run, step, optimizer)
             if step == end:
                 break
-            cuts = cuts_in(
-                [r["value"] for r in found if r["step"] >= leg.start and (r["step"] - leg.start) % tenth == 0]
-            )
-            lr = rate_at(leg, step, cuts)
+            lr = rate_at(leg, step, cuts_in([row["value"] for row in found if validates(leg, row["step"])]))
             row = leg.row + (step - leg.start) * leg.sequences
             tokens = run.text.rows(row, leg.sequences, args.seed, leg.length).to(args.device)
             losses = one_step(run, tokens, stage, optimizer, lr)
@@ -719,16 +707,20 @@ def train(run, first):
             speed = trained / (time.time() - began)
             facts = {"step": step, "stage": stage.loss, "lr": lr, "tokens_per_s": round(speed, 1)}
             log.write(json.dumps(facts | losses) + "\n")
-            bad = [name for name, value in losses.items() if not math.isfinite(value)]
-            if bad:
-                checkpoint(run.folder, step, student, run.tokenizer, optimizer)
-                raise BadInput(
-                    f"step {step}, stage {stage.loss}: {bad[0]} is {losses[bad[0]]} at lr {lr:g} ({losses}); "
-                    "the weights before it are saved; start again with a smaller --lr and another --out"
-                )
+            if bad := [name for name, value in losses.items() if not math.isfinite(value)]:
+                checkpoint(run, step, optimizer)
+                told = f"step {step}, stage {stage.loss}: {bad[0]} is {losses[bad[0]]} at lr {lr:g} ({losses})"
+                raise BadInput(f"{told}; the weights before it are saved; start another --out with a smaller --lr")
             bar.set_postfix(stage=stage.loss, loss=f"{losses['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
             bar.update()
-    distill.set_lora(student, 0)
+    distill.set_lora(run.student, 0)
+
+
+def validates(leg, step):
+    """Is this where a leg validates, whatever is saved: its first step, and every tenth of it under a plateau?"""
+    steps = leg.stop - leg.start
+    every = max(steps // 10, 1) if leg.stage.schedule == "plateau" else steps
+    return step >= leg.start and (step - leg.start) % every == 0
 
 
 def enter(run, stage, resumed):
@@ -985,55 +977,50 @@ def distil(args, *, go_on=False):
             if begun and (folder / "scores.json").exists():
                 print(f"{folder} is finished; score it with: python evaluate.py {folder}")
             else:
-                go(args, folder, begun, newest)
+                go(args, begun, newest)
     except Timeout:
         raise Busy(f"{folder}: another process trains there; wait for it, or give another --out") from None
 
 
-def go(args, folder, begun, newest):
+def go(args, begun, newest):
     """What a run is made of, its plan, every step, the scoreboard."""
     began = time.time()
+    run = planned(args, begun)
+    if args.dry_run:
+        return
+    if not begun and RANK == 0:
+        record(run)
+    start(run, newest)
+    run.student.recompute = args.recompute
+    run.facts = {"parameters": sum(p.numel() for p in run.student.parameters()), "processes": WORLD}
+    run.facts["state"] = sum(block.mixer.state_size(args.context) for block in run.student.blocks)
+    for model in (run.student, run.teacher):
+        spread(model, args.shard)
+    train(run, int(newest.name.split("-")[1]) if newest else 0)
+    finish(run, (time.time() - began) / 60)
+
+
+def planned(args, begun):
+    """The models, the text and the legs, told and checked -> Run; begun: what its args.json says, if it has one."""
     dtype, why = evaluate.precision(args.device, args.precision)
     matmuls = f"{str(dtype).removeprefix('torch.')} matmuls: {why}"
-    several = f"{WORLD} processes, {'a part of the weights each' if args.shard else 'all weights each'}; "
-    many = several if WORLD > 1 else ""
-    print(f"device: {args.device}, {torch.get_num_threads()} threads; {many}{matmuls}; state in float32")
+    print(f"device: {args.device}, {torch.get_num_threads()} threads; {matmuls}; state in float32")
+    if WORLD > 1:
+        print(f"{WORLD} processes, {'a part of the weights' if args.shard else 'all weights'} in each")
     teacher, tokenizer, student = models(args)
-    source = student.config.source
-    if begun and begun.get("source") != source:
-        raise BadInput(f"--resume: {folder} was started from another teacher, {begun.get('source')}; start a new run")
+    if begun and begun.get("source") != student.config.source:
+        raise BadInput(f"--resume: {args.out} began from another teacher, {begun.get('source')}; start a new run")
     recipe, rate = recipe_of(args, student), flops_per_second(args.device, dtype)
     args.tokens = args.tokens or tokens_for(student, recipe, rate)
     text = read_text(args, tokenizer)
     if begun and begun.get("text") != text.checksum:
-        raise BadInput(f"--resume: the text of --data {args.data} has changed since {folder} began; start a new run")
+        raise BadInput(f"--resume: the text of --data {args.data} has changed since {args.out} began; start a new run")
     surgery.report(student)
-    legs = plan(args, recipe)
-    if max(args.calibrate * args.context, *(leg.length for leg in legs)) > text.first.numel():
-        raise BadInput(
-            f"--data {args.data}: {text.first.numel():,} tokens are too few for --calibrate or a longer context"
-        )
+    legs, n = plan(args, recipe), text.first.numel()
+    if max(args.calibrate * args.context, *(leg.length for leg in legs)) > n:
+        raise BadInput(f"--data {args.data}: {n:,} tokens are too few for --calibrate or a longer context")
     announce(args, student, legs, rate, dtype)
-    if args.dry_run:
-        return
-    original = teacher  # the student trains the weights that it shares with it
-    if teacher:
-        teacher = copy.deepcopy(teacher).to(dtype).requires_grad_(False)
-    if newest:
-        student = surgery.load(newest, device=args.device)[0]
-    elif not begun and RANK == 0:
-        record(folder, args, source, text)
-    if not newest:
-        start(args, student, teacher, original, text, dtype)
-    del original
-    student.recompute = args.recompute
-    facts = {"parameters": sum(p.numel() for p in student.parameters()), "processes": WORLD}
-    facts["state"] = sum(block.mixer.state_size(args.context) for block in student.blocks)
-    for model in (student, teacher):
-        spread(model, args.shard)
-    run = Run(args, folder, student, teacher, tokenizer, text, legs, dtype, facts)
-    train(run, int(newest.name.split("-")[1]) if newest else 0)
-    finish(run, (time.time() - began) / 60)
+    return Run(args, Path(args.out), student, teacher, tokenizer, text, legs, dtype)
 
 
 def tokens_for(student, recipe, rate):
@@ -1073,18 +1060,24 @@ def recipe_of(args, student):
     return recipe
 
 
-def start(args, student, teacher, original, text, dtype):
-    """Calibrate, and choose the layers of --keep auto:K: the student that step 0 sees."""
-    rows = lambda first, n: distill.unmark(text.rows(first, n, args.seed).to(args.device))[0]
-    with evaluate.autocast(args.device, dtype):
+def start(run, newest):
+    """Freeze the teacher; take the student of the newest checkpoint, or calibrate it and choose for --keep auto:K."""
+    args, student, original = run.args, run.student, run.teacher  # which share weights that the student trains
+    if original:
+        run.teacher = copy.deepcopy(original).to(run.dtype).requires_grad_(False)
+    if newest:
+        run.student = surgery.load(newest, device=args.device)[0]
+        return
+    rows = lambda first, n: distill.unmark(run.text.rows(first, n, args.seed).to(args.device))[0]
+    auto = 0 if args.student else options_of(args)[1]
+    with run.autocast():
         if args.calibrate:
-            found = distill.calibrate(student, teacher, rows(0, args.calibrate))
+            found = distill.calibrate(student, run.teacher, rows(0, args.calibrate))
             told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in found.items())
             print(
-                f"calibrated W_o on {args.calibrate - 1} windows; KL on one more by ridge: {told}; the least is taken"
+                f"calibrated W_o on {args.calibrate - 1} windows; KL on one more by ridge, the least is taken: {told}"
             )
-        auto = 0 if args.student else options_of(args)[1]
-        ranks = distill.rank_layers(student, teacher, rows(args.calibrate, 2)) if auto else []
+        ranks = distill.rank_layers(student, run.teacher, rows(args.calibrate, 2)) if auto else []
     for _, i in ranks[:auto]:
         student.blocks[i].mixer, student.config.mixers[i] = copy.deepcopy(original.blocks[i].mixer), "softmax"
     if auto:
