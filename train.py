@@ -221,7 +221,7 @@ def take_student(args):
 
 
 def options_of(args):
-    """-> (--keep, --option as `linearize` takes them; how many layers --keep auto:K is to choose, else 0)."""
+    """-> (layers of --keep, how many --keep auto:K is to choose, --option as {name: value})."""
     auto, listed = args.keep.startswith("auto:"), args.keep.removeprefix("auto:")
     try:
         numbers = [int(i) for i in listed.split(",") if i]
@@ -233,7 +233,7 @@ def options_of(args):
         raise BadInput(f"{told}: wanted 0,8,16 or auto:4, and NAME=VALUE") from None
     for name in options.keys() & {"teacher", "mixer", "window", "keep"}:
         raise BadInput(f"--option {name}={options[name]}: this has a flag of its own, --{name}")
-    return {"keep": () if auto else tuple(numbers)} | options, numbers[0] if auto else 0
+    return ([], numbers[0], options) if auto else (numbers, 0, options)
 
 
 def value_of(text):
@@ -931,12 +931,12 @@ def conclude(folder, scores):
 
 def models(args):
     """-> (teacher or None, tokenizer, student)."""
-    options, auto = options_of(args)
+    keep, auto, options = options_of(args)
     if args.teacher == "none":
         named = args.tokenizer not in (None, "bytes")
         usual = surgery.bytes_tokenizer(512 if args.size == "mqar" else 0)
         tokenizer = surgery.teacher_tokenizer(args.tokenizer) if named else usual
-        options = {k: v for k, v in options.items() if k != "keep"} | ({"window": args.window} if args.window else {})
+        options |= {"window": args.window} if args.window else {}
         torch.manual_seed(args.seed)
         with reading(f"--mixer {args.mixer} --option {args.option}", "see README's table of options"):
             student = surgery.from_scratch(args.size, args.family, tokenizer, args.mixer, args.context, **options)
@@ -956,7 +956,8 @@ def models(args):
         student.origin, student.left_out = {name: "copied" for name, _ in student.named_parameters()}, []
         return teacher, tokenizer, student
     torch.manual_seed(args.seed)
-    return teacher, tokenizer, surgery.linearize(teacher, args.mixer, window=args.window, **options).to(args.device)
+    student = surgery.linearize(teacher, args.mixer, window=args.window, keep=keep, **options)
+    return teacher, tokenizer, student.to(args.device)
 
 
 class Busy(BadInput):
@@ -1032,31 +1033,25 @@ def read_text(args, tokenizer):
     """The Text of --data, and a line about it."""
     began, text = time.time(), Text(args, tokenizer)
     if args.recipe in ("sft", "recall") and not text.header["chats"]:
-        raise BadInput(
-            f"--recipe {args.recipe} --data {args.data}: no chats in it; give rows with 'messages' (or mqar:8)"
-        )
-    more = "" if text.header["last"] else ", and more when they are needed"
-    name, took = args.data or "docstrings of Python, torch and numpy", time.time() - began
-    told = f"{text.first.numel():,} tokens to train on{more}, {took:.0f} s to read, {len(text.held)} windows held out"
-    print(f"data: {name}: {told}")
+        told = f"--recipe {args.recipe} --data {args.data}: no chats in it"
+        raise BadInput(f"{told}; give rows with 'messages' (or mqar:8)")
+    name, more = args.data or "docstrings of Python, torch and numpy", "" if text.header["last"] else " at first"
+    told = f"{text.first.numel():,} tokens to train on{more}, {len(text.held)} windows held out"
+    print(f"data: {name}: {told}, {time.time() - began:.0f} s to read")
     return text
 
 
 def recipe_of(args, student):
     """The stages of --recipe with --lr and --rates in them; BadInput if this student cannot go through one."""
-    recipe = [
-        dataclasses.replace(stage, lr=args.lr or stage.lr, rates=rates_of(args) or stage.rates)
-        for stage in distill.RECIPES[args.recipe]
-    ]
-    for stage in recipe:
+    recipe = []
+    for stage in distill.RECIPES[args.recipe]:
         try:
             distill.check_stage(stage, student)
         except ValueError as error:
             raise BadInput(f"--recipe {args.recipe} --mixer {args.mixer}: {error}") from None
         if stage.lora and args.shard:
-            raise BadInput(
-                f"--recipe {args.recipe} --shard: its LoRA does not go with sharded weights; leave --shard out"
-            )
+            raise BadInput(f"--recipe {args.recipe} --shard: its LoRA is not for sharded weights; leave --shard out")
+        recipe.append(dataclasses.replace(stage, lr=args.lr or stage.lr, rates=rates_of(args) or stage.rates))
     return recipe
 
 
@@ -1074,9 +1069,7 @@ def start(run, newest):
         if args.calibrate:
             found = distill.calibrate(student, run.teacher, rows(0, args.calibrate))
             told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in found.items())
-            print(
-                f"calibrated W_o on {args.calibrate - 1} windows; KL on one more by ridge, the least is taken: {told}"
-            )
+            print(f"calibrated W_o on {args.calibrate - 1} windows; ridge: KL on one more, which decides: {told}")
         ranks = distill.rank_layers(student, run.teacher, rows(args.calibrate, 2)) if auto else []
     for _, i in ranks[:auto]:
         student.blocks[i].mixer, student.config.mixers[i] = copy.deepcopy(original.blocks[i].mixer), "softmax"
@@ -1112,7 +1105,8 @@ def sweep(runs):
                 raise  # the others may not have it
             broken.append(Path(args.out).name)
             print(f"broken: {args.out}: {error}", file=sys.stderr)
-            None if isinstance(error, BadInput) else traceback.print_exc()
+            if not isinstance(error, BadInput):
+                traceback.print_exc()
     if RANK == 0:
         evaluate.report_runs(folder)
     if elsewhere:
@@ -1154,11 +1148,11 @@ def predict(runs):
 
 def main():
     """A run, a sweep of them, or the report of one."""
-    if sys.argv[1:2] == ["--report"]:
-        return evaluate.report_runs(Path(parser().parse_args().report))
     if WORLD > 1:
         join()
     runs = [read_flags(words) for words in points(sys.argv[1:])]
+    if runs[0].report:
+        return evaluate.report_runs(Path(runs[0].report))
     runs[0].out = runs[0].out or ("runs/sweep" if len(runs) > 1 else f"runs/{name_of(runs[0])}")
     sweep(runs) if len(runs) > 1 else distil(runs[0])
     if WORLD > 1:
