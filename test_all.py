@@ -691,7 +691,9 @@ FORMULAS = {  # φ(q)·φ(k) at the start, written another way than in mixers.py
     "elu": lambda q, k, s: s(torch.where(q > 0, q + 1, q.exp()), torch.where(k > 0, k + 1, k.exp())),
     "hadamard": lambda q, k, s: 1.1**2 * s(q * (1 + q / 10), k * (1 + k / 10)),
     "t2r": lambda q, k, s: s(q.clamp(min=0), k.clamp(min=0)),
-    "hedgehog": lambda q, k, s: s(q.softmax(-1), k.softmax(-1)) + s((-q).softmax(-1), (-k).softmax(-1)),
+    "hedgehog": lambda q, k, s: (
+        s((q / 2).softmax(-1), (k / 2).softmax(-1)) + s((-q / 2).softmax(-1), (-k / 2).softmax(-1))
+    ),
     "rebased": lambda q, k, s: s(
         *(((z - z.mean(-1, True)) / (z.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()) ** 2 for z in (q, k))
     ),
