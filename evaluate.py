@@ -1191,9 +1191,9 @@ def read_flags():
         raise BadInput(f"--tasks {args.tasks!r}: no task in it; there are {KNOWN}")
     ours, theirs = [], []
     for task in filter(None, names):
-        name, _, keys = task.partition(":")
+        name, colon, keys = task.partition(":")
         if name in NIAH:
-            if keys and not (keys.isdecimal() and 0 < int(keys) <= len(KEYS)):
+            if colon and not (keys.isdecimal() and 0 < int(keys) <= len(KEYS)):
                 raise BadInput(f"--tasks {task}: wanted a number of needles after the colon, as niah_1:8")
             ours += [f"{task}@{n}" for n in lengths or (512, 1024, 2048)]
         else:
@@ -1266,8 +1266,10 @@ def main():
     target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(args.models) == 1 else None
     saved = earlier(target)  # before the work, so that what cannot be written is known
     opens, models, teacher = [], [], None
+    names = list(dict.fromkeys(name for name in (baseline, *args.models) if name != "none"))
+    short = collections.Counter(Path(name).name for name in names)
     with autocast(device, dtype):
-        for name in dict.fromkeys(name for name in (baseline, *args.models) if name != "none"):
+        for name in names:
             model, tokenizer = load_teacher(name, dtype=dtype, device=device)
             if args.chat and name in args.models and not tokenizer.chat:
                 raise BadInput(f"--chat: {name} has no chat template, it was not tuned on chats; leave --chat out")
@@ -1278,7 +1280,8 @@ def main():
             if args.prompt and name in args.models:
                 stream(model, tokenizer, args.prompt, 60, chat=args.chat)
             teacher = model if name == baseline else teacher
-            opens += [(Path(name).name, model, tokenizer)] if args.decode or args.rank else []
+            if args.decode or args.rank:
+                opens.append((Path(name).name if short[Path(name).name] == 1 else name, model, tokenizer))
             del model  # its memory too, before the next is loaded
         table = table_of(models, baseline != "none")
         print("\n" + as_text(table), *compared(models), sep="\n")
@@ -1289,6 +1292,8 @@ def main():
             keep(target, "decoding", rows, [("tokens a second", 1, "log"), ("MiB of state", 2**20, "log")])
         if args.rank:
             linear = [it for it in opens if set(it[1].config.mixers) != {"softmax"}]
+            if not linear:
+                raise BadInput(f"--rank: {', '.join(names)}: softmax alone has no state of fixed size; give a student")
             rows = print_ranks(linear, haystack(args.haystack), args.lengths or [2**n for n in range(4, 13)])
             keep(target, "ranks", rows, [("effective rank of the state", 1, "linear")])
 

@@ -2818,6 +2818,8 @@ SCORING = {
     "no turn": (["--chat"], "give --prompt TEXT too"),
     "no task": (["--tasks", ",,"], "no task in it"),
     "too short a needle": (["--tasks", "niah_1", "--lengths", "200"], "alone take"),
+    "a colon alone": (["--tasks", "niah_1:"], "number of needles after the colon"),
+    "no state": (["--rank"], "softmax alone has no state"),
     "no hay": (["--tasks", "niah_2", "--haystack", "/missing/x"], "--haystack /missing/x"),
     "nothing to show": (["--tasks", "lambada", "--shots", "5"], "no examples to show"),
 }
@@ -2859,6 +2861,14 @@ def test_models_are_compared_in_one_table(teacher_folder, tmp_path, monkeypatch,
     for file in ("evaluation.md", "evaluation.png", "decoding.png", "decoding.json"):
         assert (tmp_path / "out" / file).stat().st_size > 100
     assert len(list((tmp_path / "gla" / "answers").rglob("*.answers"))) == 6
+    decoded = json.loads((tmp_path / "out" / "decoding.json").read_text())
+    assert {row[0] for row in decoded} == {"gla", "delta", teacher_folder.name}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "delta").rename(tmp_path / "other" / "gla")
+    words = [tmp_path / "gla", tmp_path / "other" / "gla", "--decode", "--lengths", "8", "--baseline", "none"]
+    call(evaluate, monkeypatch, *words, "--out", tmp_path / "out")
+    decoded = json.loads((tmp_path / "out" / "decoding.json").read_text())
+    assert [row[0] for row in decoded] == [str(tmp_path / "gla"), str(tmp_path / "other" / "gla")]
 
 
 def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
