@@ -108,7 +108,7 @@ def logits(student, teacher, tokens, backward=None, *, kl=1.0, ce=0.0, temperatu
         total = total + share(loss, backward)
         sums = {name: sums[name] + value / len(h) for name, value in zip(sums, both)}
     if leaf is not h and len(h):
-        share(h, lambda h: h.backward(leaf.grad))
+        share(h, lambda h: h.backward(leaf.grad))  # outside autocast, as every share
     return {"loss": total} | sums
 
 

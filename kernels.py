@@ -11,7 +11,6 @@ imports without triton.
 
 import functools
 import inspect
-import itertools
 import math
 import os
 import re
@@ -69,15 +68,16 @@ def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=32,
     T = q.size(1)
     C = min(chunk, max(1 << (T - 1).bit_length(), 16 if loops else 1))  # of about T if T is short; kernels need 16
     rows = max(PIECE // (C * q[:, 0].numel()), 1) * C if q.device.type == "cpu" else T
-    form = functools.partial(piece, C=C, loops=loops or (carry, carry_back))
+    xs = {name: x for name, x in dict(q=q, k=k, v=v, g=log_decay, beta=beta, r=r).items() if x is not None}
+    form = lambda S, *part: piece(S, **dict(zip(xs, part)), C=C, loops=loops or (carry, carry_back))
     early, outputs = max(-(-T // rows) - KEPT, 0) * rows if torch.is_grad_enabled() else 0, []
     with torch.autocast(q.device.type, enabled=False):
-        xs = [q, k, v, log_decay, beta, r]
+        late = xs.values()
         if early:
-            first, xs = zip(*((x, x) if x is None else x.split([early, T - early], 1) for x in xs))
+            first, late = zip(*(x.split([early, T - early], 1) for x in late))
             o, S = Again.apply(form, rows, S, *first)
             outputs.append(o)
-        for part in zip(*(itertools.repeat(None) if x is None else x.split(rows, 1) for x in xs)):
+        for part in zip(*(x.split(rows, 1) for x in late)):
             o, S = form(S, *part)
             outputs.append(o)
         o = torch.cat(outputs, 1)
@@ -85,10 +85,11 @@ def chunked(q, k, v, *, log_decay=None, beta=None, erase=None, S=None, chunk=32,
 
 
 class Again(torch.autograd.Function):
-    """o and the last S of `form` over pieces of `rows` tokens, of which only the S before each is kept.
+    """o and the last S of `form` over pieces of `rows` tokens of xs (q, k, v, …); only the S before each is kept.
 
-    The backward pass computes each piece again (gradient checkpointing, arXiv 1604.06174): a long sequence takes little
-    more memory than its q, k, v and their gradients, V / rows of q for the states.
+    The backward pass computes each piece again (gradient checkpointing, arXiv 1604.06174) and writes its gradients into
+    their place: a long sequence takes little more memory than its q, k, v and their gradients, V / rows of q for the
+    states. With torch.utils.checkpoint, whose pieces of gradients lie between what is freed, it is twice as much.
     """
 
     @staticmethod
@@ -97,7 +98,7 @@ class Again(torch.autograd.Function):
         ctx.pieces = [slice(t, t + rows) for t in range(0, o.size(1), rows)]
         for here in ctx.pieces:
             states.append(S)
-            o[:, here], S = form(S, *(x if x is None else x[:, here] for x in xs))
+            o[:, here], S = form(S, *(x[:, here] for x in xs))
         ctx.save_for_backward(*xs, *states)
         return o, S
 
@@ -108,7 +109,7 @@ class Again(torch.autograd.Function):
         xs, states = saved[: len(needs)], saved[len(needs) :]
         by = [torch.empty_like(x) if need else None for x, need in zip(xs, needs)]
         for here, S in zip(reversed(ctx.pieces), reversed(states)):
-            S, part = S.detach().requires_grad_(), [x if x is None else x[:, here].detach() for x in xs]
+            S, part = S.detach().requires_grad_(), [x[:, here].detach() for x in xs]
             given = [x.requires_grad_() for x, need in zip(part, needs) if need]
             with torch.enable_grad(), torch.autocast(S.device.type, enabled=False):
                 results = ctx.form(S, *part)
@@ -118,7 +119,7 @@ class Again(torch.autograd.Function):
         return None, None, by_S, *by
 
 
-def piece(S, q, k, v, g, beta, r, *, C, loops):
+def piece(S, q, k, v, g=None, beta=None, r=None, *, C, loops):
     """`chunked` of tokens that are worked on at once -> o (B, T, H, V), S. r: the key that a write erases at, None: k.
 
     A delta write depends on the writes before it in its chunk and, linearly, on S before the chunk: write = u − w S.
@@ -142,8 +143,9 @@ def piece(S, q, k, v, g, beta, r, *, C, loops):
         seen, keep = g.cumsum(-2).exp(), g.sum(-2, keepdim=True).exp().mT
         q, r, k = q * seen, r if beta is None else r * seen, k * after(g).exp()
     if beta is not None:
-        one = torch.eye(C, dtype=torch.float64, device=S.device).expand_as(A)
-        inverse = torch.linalg.solve_triangular((own[0] * beta).double(), one, upper=False, unitriangular=True)
+        L = longest(own[0] * beta)
+        one = torch.eye(C, dtype=L.dtype, device=L.device).expand_as(L)
+        inverse = torch.linalg.solve_triangular(L, one, upper=False, unitriangular=True)
         inverse = inverse.to(S.dtype) * beta.mT
         u, w = inverse @ v, inverse @ r
     before, writes, S = Carry.apply(u, w, k, keep, S, loops)
@@ -172,7 +174,7 @@ def scores(xs, y, g):
     if g is None or C == 1:
         return [(x @ y.mT).tril() for x in xs]
     if g.size(-1) == 1:
-        G = g.double().clamp(min=-1e4).cumsum(-2)  # -inf - -inf is nan
+        G = longest(g).clamp(min=-1e4).cumsum(-2)  # -inf - -inf is nan
         future = torch.ones(C, C, dtype=torch.bool, device=y.device).triu(1)
         faded = (G - G.mT).to(y.dtype).masked_fill(future, -math.inf).exp()
         return [(x @ y.mT) * faded for x in xs]
@@ -188,6 +190,11 @@ def scores(xs, y, g):
         low = torch.cat([(x[..., 1, :, :] * up) @ y_up.mT, near[..., 1, :, :]], -1)
         full.append(torch.cat([F.pad(near[..., 0, :, :], (0, C // 2)), low], -2))
     return full
+
+
+def longest(x):
+    """x in float64, or float32 on a Mac's GPU, which has no longer one."""
+    return x.float() if x.device.type == "mps" else x.double()
 
 
 def after(g):
@@ -225,8 +232,8 @@ def carry(u, w, k, keep, S):
     before, writes = S.new_empty(len(k) + 1, *S.shape), u if w is None else u.new_empty(u.shape)
     before[0] = S
     keep = S.new_ones(len(k), 1, 1) if keep is None else keep.flatten(1, 2)
-    S, write, k = (x.flatten(1, 2) for x in (before, writes, k.mT))
-    u, w = (u, w) if w is None else (u.flatten(1, 2), w.flatten(1, 2))
+    S, write, k, u = (x.flatten(1, 2) for x in (before, writes, k.mT, u))
+    w = w if w is None else w.flatten(1, 2)
     for n in range(len(k)):
         if w is not None:
             torch.baddbmm(u[n], w[n], S[n], alpha=-1, out=write[n])
