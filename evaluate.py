@@ -179,6 +179,7 @@ def heldout(student, teacher, tokens, block=512):
     "ce". Where only some tokens are learned, "answers" is the share of these that the student puts first.
     """
     (tokens, learn), rows = unmark(tokens), []
+    marked = not learn.all()
     for ids, asked in zip(tokens, learn[:, 1:]):
         ours, theirs = (model and model.trunk(ids[None])[0][0, :-1] for model in (student, teacher))
         sums = collections.Counter()
@@ -191,7 +192,7 @@ def heldout(student, teacher, tokens, block=512):
                 sums["teacher_ce"] += F.nll_loss(log_t, following, reduction="sum").item()
                 sums["kl"] += F.kl_div(log_p, log_t, log_target=True, reduction="sum").item()
                 sums["agreement"] += (log_p.argmax(-1) == log_t.argmax(-1)).sum().item()
-            if not learn.all():
+            if marked:
                 sums["answers"] += (log_p.argmax(-1) == following)[asked[part]].sum().item()
         count = {"answers": max(asked.sum().item(), 1)}
         rows.append({name: total / count.get(name, len(ids) - 1) for name, total in sums.items()})
@@ -748,14 +749,14 @@ def groups(questions, values):
 
 @contextlib.contextmanager
 def figure(path, *shape, **how):
-    """(figure, axes) to draw on, saved in path."""
+    """Axes to draw on, saved in path."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(*shape, **how)
-    yield fig, axes
+    yield axes
     fig.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(fig)
 
@@ -763,7 +764,7 @@ def figure(path, *shape, **how):
 def draw_scores(path, models):
     """Bars: accuracies by task, a colour a model, with standard errors."""
     names = [task for task, found in models[0]["tasks"].items() if "acc" in found and "@" not in task]
-    with figure(path, figsize=(max(5, 1.4 * len(names)), 4)) as (_, ax):
+    with figure(path, figsize=(max(5, 1.4 * len(names)), 4)) as ax:
         for i, m in enumerate(models):
             values, errors = zip(*(summary(m["tasks"][task]["acc"]) for task in names))
             places = np.arange(len(names)) + (i - (len(models) - 1) / 2) * 0.8 / len(models)
@@ -778,7 +779,7 @@ def draw_needles(path, models):
     names = [task for task in models[0]["tasks"] if "@" in task]
     levels = sorted({name[:6] for name in names})
     size = (2 + 0.6 * len(names), 1.5 + 0.4 * len(models))
-    with figure(path, 1, len(levels), figsize=size, squeeze=False, layout="constrained") as (_, panels):
+    with figure(path, 1, len(levels), figsize=size, squeeze=False, layout="constrained") as panels:
         for ax, level in zip(panels[0], levels):
             mine = [name for name in names if name.startswith(level)]
             found = np.array([[summary(m["tasks"][name]["acc"])[0] for name in mine] for m in models])
@@ -860,7 +861,7 @@ def print_lines(title, rows, form):
 
 def draw_lines(path, rows, panels):
     """Rows [name, T, *values] against T, a line a name; panels: of each value what it is, its unit and its scale."""
-    with figure(path, 1, len(panels), figsize=(4.5 * len(panels), 3.5), squeeze=False) as (_, axes):
+    with figure(path, 1, len(panels), figsize=(4.5 * len(panels), 3.5), squeeze=False) as axes:
         for name in dict.fromkeys(row[0] for row in rows):
             T, *values = zip(*(row[1:] for row in rows if row[0] == name))
             for ax, ys, (words, unit, scale) in zip(axes[0], values, panels):
@@ -964,7 +965,7 @@ def draw_mixers(path, teacher_name, columns=5):
     inputs = [x for _, x, *_ in layers(teacher, teacher, torch.tensor([tokenizer.encode(SENTENCE)]))]
     places = [(len(inputs) * (2 * i + 1) // (2 * columns), 2 * i % teacher.config.heads) for i in range(columns)]
     size = (2 * columns, 2 * len(MIXERS))
-    with figure(path, len(MIXERS), columns, figsize=size, squeeze=False) as (_, axes):
+    with figure(path, len(MIXERS), columns, figsize=size, squeeze=False) as axes:
         for row, name in zip(axes, MIXERS):
             row[0].set_ylabel(name)
             for ax, (layer, head) in zip(row, places):
@@ -1129,7 +1130,7 @@ def draw_runs(path, groups):
     lines, measures = lines_of(groups, axis), [m for m in ("ce", "kl", "answers") if m in groups[0]["found"]]
     columns = list(dict.fromkeys(rest for _, rest in lines)) or [""]
     size = (1 + 4 * len(columns), (3.2 if axis else 1 + 0.25 * len(groups)) * len(measures))
-    with figure(path, len(measures), len(columns), figsize=size, squeeze=False, layout="constrained") as (_, panels):
+    with figure(path, len(measures), len(columns), figsize=size, squeeze=False, layout="constrained") as panels:
         for (measure, rest), ax in zip(itertools.product(measures, columns), panels.flat):
             spread = lambda gs, m=measure: np.nan_to_num([mean_and_sd(g["found"][m]) for g in gs]).T
             for (mixer, other), line in lines.items():
@@ -1287,15 +1288,20 @@ def main():
         print("\n" + as_text(table), *compared(models), sep="\n")
         if target:
             write(target, saved, table, models, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
-        if args.decode:
-            rows = print_decoding([it[:2] for it in opens], args.lengths or (512, 2048, 8192, 32768, 65536))
-            keep(target, "decoding", rows, [("tokens a second", 1, "log"), ("MiB of state", 2**20, "log")])
-        if args.rank:
-            linear = [it for it in opens if set(it[1].config.mixers) != {"softmax"}]
-            if not linear:
-                raise BadInput(f"--rank: {', '.join(names)}: softmax alone has no state of fixed size; give a student")
-            rows = print_ranks(linear, haystack(args.haystack), args.lengths or [2**n for n in range(4, 13)])
-            keep(target, "ranks", rows, [("effective rank of the state", 1, "linear")])
+        against_context(opens, args, target)
+
+
+def against_context(models, args, target):
+    """--decode and --rank of models [(name, model, tokenizer)]: told, and kept in `target`."""
+    if args.decode:
+        rows = print_decoding([model[:2] for model in models], args.lengths or (512, 2048, 8192, 32768, 65536))
+        keep(target, "decoding", rows, [("tokens a second", 1, "log"), ("MiB of state", 2**20, "log")])
+    if args.rank:
+        linear = [model for model in models if set(model[1].config.mixers) != {"softmax"}]
+        if not linear:
+            raise BadInput("--rank: softmax alone has no state of fixed size; give a student")
+        rows = print_ranks(linear, haystack(args.haystack), args.lengths or [2**n for n in range(4, 13)])
+        keep(target, "ranks", rows, [("effective rank of the state", 1, "linear")])
 
 
 def keep(target, name, rows, panels):

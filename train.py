@@ -57,7 +57,7 @@ SWEPT = ("--mixer", "--size", "--teacher", "--window", "--option", "--recipe", "
 
 
 def parser():
-    """Every flag. One that may differ when a run goes on is also named in MAY_DIFFER."""
+    """Every flag. One that may differ when a run goes on is also named in evaluate.MACHINE."""
     lists = f"A comma list after {', '.join(SWEPT)} is a sweep over the product, a folder a run."
     p = surgery.Parser(description=f"Linearize a teacher and distil it. {lists}", allow_abbrev=False)
     add = p.add_argument_group("model").add_argument
@@ -611,9 +611,6 @@ def restore(folder, optimizer, student):
             raise ValueError(f"{len(saved)} moments of parameters that this stage does not train")
 
 
-MAY_DIFFER = ("resume", "out", "save_every", "micro_batch", "recompute", "dry_run", "report", "shard")
-
-
 def open_run(args):
     """-> what the args.json of the run says, {} for a new one; BadInput if the flags say otherwise."""
     folder = Path(args.out)
@@ -626,8 +623,9 @@ def open_run(args):
     theirs = surgery.read_json(folder / "args.json")
     if type(theirs.get("tokens")) is not int:
         raise BadInput(f"--resume: {folder}/args.json does not say how many tokens; start the run again")
+    free = evaluate.MACHINE - {"device"}
     for key, value in vars(args).items():
-        if key not in MAY_DIFFER and theirs.get(key, value) != value and not (key == "tokens" and value is None):
+        if key not in free and theirs.get(key, value) != value and not (key == "tokens" and value is None):
             raise BadInput(f"--resume: {folder} was started with {key} = {theirs.get(key)!r}, not {value!r}")
     args.tokens = theirs["tokens"]
     return theirs
@@ -885,7 +883,7 @@ def part_of(value, p):
 def picture(folder):
     """metrics.jsonl -> loss.png: the loss of each stage, and the held-out KL."""
     rows = rows_of(folder / "metrics.jsonl")
-    with evaluate.figure(folder / "loss.png", figsize=(8, 4.5)) as (_, ax):
+    with evaluate.figure(folder / "loss.png", figsize=(8, 4.5)) as ax:
         for name in dict.fromkeys(r["stage"] for r in rows if "stage" in r):
             points = [(r["step"], r["loss"]) for r in rows if r.get("stage") == name]
             ax.plot(*zip(*points), linewidth=1, alpha=0.7, label=f"{name} loss")
@@ -1035,7 +1033,7 @@ def read_text(args, tokenizer):
     if args.recipe in ("sft", "recall") and not text.header["chats"]:
         told = f"--recipe {args.recipe} --data {args.data}: no chats in it"
         raise BadInput(f"{told}; give rows with 'messages' (or mqar:8)")
-    name, more = args.data or "docstrings of Python, torch and numpy", "" if text.header["last"] else " at first"
+    name, more = args.data or "docstrings of Python, torch and numpy", "" if text.header["last"] else ", more as needed"
     told = f"{text.first.numel():,} tokens to train on{more}, {len(text.held)} windows held out"
     print(f"data: {name}: {told}, {time.time() - began:.0f} s to read")
     return text
