@@ -2025,6 +2025,18 @@ def test_micro_batches_cost_memory_alone(teacher_folder, tmp_path, monkeypatch):
                 torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
 
 
+def test_a_huge_gradient_silences_no_other():
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(4)]
+    before = [torch.full((4,), x) for x in (1e3, 0.1, 0.4, 0.0)]  # lengths 2000, 0.2, 0.8, 0
+    for p, g in zip(params, before):
+        p.grad = g.clone()
+    assert train.clip(params, 1.0) == pytest.approx((2000**2 + 0.2**2 + 0.8**2) ** 0.5)
+    lengths = [float(p.grad.norm()) for p in params]
+    assert lengths == pytest.approx([0.5, 0.2, 0.5, 0.0])  # at most 1 / √4
+    params[1].grad[0] = math.nan
+    assert math.isnan(train.clip(params, 1.0))
+
+
 def test_recomputed_blocks_have_the_same_gradients():
     teacher, _ = tiny_teacher()
     student, ids, grads = surgery.linearize(teacher, "kda").double(), torch.randint(0, 257, (2, 20)), []
