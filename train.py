@@ -908,15 +908,17 @@ def finish(run, minutes):
     if RANK == 0:
         conclude(folder, scores | facts | run.facts)
     print("\n" + evaluate.scoreboard(scores))
+    exercises = args.recipe == "recall"  # which nobody reads a sample of, nor scores elsewhere
     for name, model in (("teacher", run.teacher), ("student", run.student)):
-        if model:
+        if model and not exercises:
             print(f"\n{name}: ", end="")
             with run.autocast():
                 prompt = "The history of science shows that"
                 surgery.stream(model, run.tokenizer, prompt, 60, temperature=0.7, top_p=0.9, seed=args.seed)
     print(f"\n{minutes:.1f} minutes, peak memory {peak:.1f} GiB. Student, loss.png and scores.json are in {folder}")
-    more = "" if run.teacher else f"; its student: python train.py --teacher {folder}"
-    print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500{more}")
+    if not exercises:
+        more = "" if run.teacher else f"; its student: python train.py --teacher {folder}"
+        print(f"score it:      python evaluate.py {folder} --tasks lambada,piqa --limit 500{more}")
 
 
 def conclude(folder, scores):
