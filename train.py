@@ -745,18 +745,35 @@ def validate(run, stage, sequences=4):
     return {"heldout": name, "value": agreed(float(found[name]))}
 
 
-def clip(params, longest):
-    """Scale each gradient down to longest / √n if it is longer, n of them: together at most `longest` -> |all| before.
+def calm(student, longest=10.0):
+    """From now on, where a block begins, no token's gradient is longer than `longest` times its sequence's median.
 
-    Not all by one factor: a token at the edge of becoming a massive activation (arXiv 2402.17762), in the first three
-    blocks of a mixer without decay, can hold a gradient a hundred times that of all others, and the other blocks would
-    learn nothing in that step.
+    A token at the edge of becoming a massive activation (arXiv 2402.17762) can have one a thousand times as long as the
+    others', and a mixer without decay, near one mean for all tokens, takes tokens there: then they alone decide the
+    step, and training breaks down (results/starts.md). Tokens without a gradient do not count.
     """
-    norms = torch.stack([surgery.whole(p.grad.norm()).cpu() for p in params])
-    limit = longest / len(params) ** 0.5
-    for p, factor in zip(params, (limit / norms.clamp(min=limit)).tolist()):
-        p.grad.mul_(factor)
-    return float(norms.norm())
+
+    def shorter(g):
+        lengths = g.norm(dim=-1, keepdim=True)  # (B, T, 1)
+        median = lengths.masked_fill(lengths == 0, math.nan).nanmedian(1, keepdim=True).values.nan_to_num()
+        return g * (longest * median / lengths.clamp(min=1e-30)).clamp(max=1)
+
+    def watch(block, args):
+        if args[0].requires_grad:
+            args[0].register_hook(shorter)
+
+    for block in student.blocks:
+        block.register_forward_pre_hook(watch)
+
+
+def clip(params, longest):
+    """Scale the gradients so that together they are no longer than that -> their length before."""
+    parts = [[p for p in params if is_sharded(p) == which] for which in (False, True)]
+    norms = [surgery.whole(torch.nn.utils.get_total_norm([p.grad for p in part])) for part in parts if part]
+    norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for part in parts:
+        torch.nn.utils.clip_grads_with_norm_(part, longest, norm)
+    return float(norm)
 
 
 def rows_of(metrics):
@@ -1001,6 +1018,8 @@ def go(args, begun, newest):
     run.facts["state"] = sum(block.mixer.state_size(args.context) for block in run.student.blocks)
     for model in (run.student, run.teacher):
         spread(model, args.shard)
+    if run.teacher:
+        calm(run.student)
     train(run, int(newest.name.split("-")[1]) if newest else 0)
     finish(run, (time.time() - began) / 60)
 
