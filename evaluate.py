@@ -257,11 +257,11 @@ class Task(typing.NamedTuple):
 
 
 def picked(pairs, answer, group=""):
-    """A Choice; ValueError if none of the pairs is the answer, or one is no text."""
+    """A Choice; ValueError if none of the pairs is the answer, or one is no text or continues with nothing."""
     if type(answer) is not int or answer not in range(len(pairs)):
         raise ValueError(f"{answer!r} is right among {len(pairs)} choices: take a labelled split")
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise ValueError(f"a choice is no text: {pairs!r:.80}")
+    if not all(isinstance(text, str) for pair in pairs for text in pair) or not all(c.strip() for _, c in pairs):
+        raise ValueError(f"a choice is blank or no text: {pairs!r:.80}")
     return Choice(pairs, answer, group)
 
 
@@ -530,10 +530,10 @@ def likelihoods(model, pairs, *, at_once=2048):
     """[(ids, start)] -> [(log-likelihood of ids[start:], are they greedy)], same order, `at_once` tokens at a time."""
     order, results = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0])), {}
     while order:
-        longest = len(pairs[order[0]][0]) - 1
+        longest = max(len(pairs[order[0]][0]) - 1, 1)  # a token alone, with nothing after it, is read too
         group, order = order[: max(at_once // longest, 1)], order[max(at_once // longest, 1) :]
         rows = [torch.tensor(pairs[i][0]) for i in group]
-        x = pad_sequence([ids[:-1] for ids in rows], batch_first=True)  # on the right: causal, never read
+        x = pad_sequence([ids[:longest] for ids in rows], batch_first=True)  # on the right: causal, never read
         for i, ids, h in zip(group, rows, model.trunk(x.to(model.embed.weight.device))[0]):
             start, total, greedy = pairs[i][1], 0.0, True
             for part, wanted in zip(h[start - 1 : len(ids) - 1].split(512), ids[start:].split(512)):

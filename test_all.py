@@ -2534,7 +2534,7 @@ def test_heldout_by_hand():
 def test_likelihoods_do_not_depend_on_the_batch():
     model, tokenizer = tiny_teacher()
     student = surgery.linearize(model, "delta", window=4)
-    pairs = [("a b", " c"), ("a longer context, and", " its end"), ("x", " y"), ("no end", "")]
+    pairs = [("a b", " c"), ("a longer context, and", " its end"), ("x", " y"), ("no end", ""), ("x", "")]
     for m in (model, student):
         encoded = [evaluate.encode_pair(tokenizer, *pair, 64)[:2] for pair in pairs]
         ids = tokenizer.encode("so")
@@ -2546,7 +2546,7 @@ def test_likelihoods_do_not_depend_on_the_batch():
             for (ids, start), (ll, _) in zip(encoded, found):
                 log_p = m(torch.tensor([ids]))[0][0].log_softmax(-1)
                 assert ll == pytest.approx(sum(log_p[i - 1, ids[i]].item() for i in range(start, len(ids))), abs=1e-4)
-            assert [greedy for _, greedy in found] == [False, False, False, True, True]
+            assert [greedy for _, greedy in found] == [False, False, False, True, True, True]
     assert evaluate.encode_pair(tokenizer, "a b  ", "c", 64) == ([97, 32, 98, 32, 32, 99], 3, False)
     assert evaluate.encode_pair(tokenizer, "", "c", 64) == ([256, 99], 1, False)
     assert evaluate.encode_pair(tokenizer, "a" * 80, " b", 64) == ([97] * 63 + [32, 98], 63, True)
@@ -2835,6 +2835,7 @@ ITEMS = {  # task: an item that is none
     "winogrande": {"context_options": ["a", "b"], "continuation": "c", "gold": 7},
     "gsm8k": {"question": "a", "answer": ""},
     "hellaswag": {"ctx": "a", "endings": ["b", 3], "gold": 0},
+    "arc_challenge": {"query": "Q", "choices": ["", "x"], "gold": 1},
 }
 
 
