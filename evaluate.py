@@ -814,18 +814,19 @@ def decode(model, state, new):
         model.head(h[:, -1]).argmax(-1).item()
 
 
+def decoding(models, T, new, repeats):
+    """print_decoding's rows of one length: the models are timed in turn, so their states are there at once."""
+    states = {name: (model, after(model, T, new)) for name, model in models}
+    seconds = medians({name: functools.partial(decode, *pair, new) for name, pair in states.items()}, repeats)
+    floats = lambda state: [z for layer in state for z in layer.values() if z.is_floating_point()]
+    size = {name: sum(z.numel() * z.element_size() for z in floats(state)) for name, (_, state) in states.items()}
+    return [[name, T, new / seconds[name], size[name]] for name in states]
+
+
 @torch.no_grad()
 def print_decoding(models, lengths, new=16, repeats=5):
-    """Tokens a second and bytes of state against context, for [(name, model)]; -> rows [name, T, tokens/s, bytes].
-
-    All models and lengths are timed in turn, so all their states are there at once.
-    """
-    pairs = itertools.product(lengths, models)
-    states = {(name, T): (model, after(model, T, new)) for T, (name, model) in pairs}
-    seconds = medians({key: functools.partial(decode, *pair, new) for key, pair in states.items()}, repeats)
-    floats = lambda state: [z for layer in state for z in layer.values() if z.is_floating_point()]
-    size = {key: sum(z.numel() * z.element_size() for z in floats(state)) for key, (_, state) in states.items()}
-    rows = [[*key, new / seconds[key], size[key]] for key in states]
+    """Tokens a second and bytes of state against context, for [(name, model)]; -> rows [name, T, tokens/s, bytes]."""
+    rows = [row for T in lengths for row in decoding(models, T, new, repeats)]
     print_lines("tokens a second, MiB of state", rows, lambda speed, size: f"{speed:.1f} {size / 2**20:8.1f}")
     return rows
 

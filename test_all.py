@@ -17,6 +17,7 @@ import sys
 import textwrap
 import time
 import types
+import weakref
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -2674,6 +2675,20 @@ def test_needles_fit_and_are_hidden():
         assert len(depths) > 3 and ("grass" in asked[0].prompt) == (level == 1)
     with pytest.raises(surgery.BadInput, match="no words in it"):
         evaluate.needles(2, 900, tokenizer, " ", 1)
+
+
+def test_decoding_holds_the_states_of_one_length(monkeypatch):
+    model, after, made = tiny_teacher()[0], evaluate.after, []
+
+    def watched(_, T, new):
+        assert all(state() is None for t, state in made if t != T)
+        state = after(model, T, new)
+        made.append((T, weakref.ref(state[0]["k"])))
+        return state
+
+    monkeypatch.setattr(evaluate, "after", watched)
+    rows = evaluate.print_decoding([("a", model), ("b", model)], (16, 64, 32), new=2, repeats=1)
+    assert [row[:2] for row in rows] == [[name, T] for T in (16, 64, 32) for name in "ab"] and len(made) == 6
 
 
 def test_decoding_is_measured(capsys):
