@@ -2874,6 +2874,8 @@ SCORING = {
     "no state": (["--rank"], "softmax alone has no state"),
     "no hay": (["--tasks", "niah_2", "--haystack", "/missing/x"], "--haystack /missing/x"),
     "nothing to show": (["--tasks", "lambada", "--shots", "5"], "no examples to show"),
+    "no items": (["--tasks", "piqa"], "no piqa*.jsonl under"),
+    "no checkpoint": (["--baseline", "UNDONE"], "a run without a checkpoint yet; go on with train.py --resume"),
 }
 
 
@@ -2884,7 +2886,9 @@ def test_bad_scoring_is_one_sentence(teacher_folder, tmp_path, monkeypatch, word
     (tmp_path / "FILE").write_text("")
     (tmp_path / "ODD").mkdir()
     (tmp_path / "ODD" / "evaluation.json").write_text('{"models": []}')
-    words = [str(tmp_path / w) if w in ("FILE", "ODD") else w for w in words]
+    (tmp_path / "UNDONE").mkdir()
+    (tmp_path / "UNDONE" / "args.json").write_text('{"teacher": "none"}')
+    words = [str(tmp_path / w) if w in ("FILE", "ODD", "UNDONE") else w for w in words]
     with pytest.raises(surgery.BadInput, match=re.escape(sentence)):
         call(evaluate, monkeypatch, teacher_folder, "--data-dir", tmp_path, *words)
 
