@@ -1162,7 +1162,7 @@ def parser():
     p.add_argument("--lengths", default="", help="contexts of needles (512,1024,2048), --decode (512 to 65536), --rank")
     p.add_argument("--haystack", help="text to hide needles in: file, folder or hub name (default: docstrings)")
     p.add_argument("--data-dir", help="folder with the tasks' files (default: the hub)")
-    p.add_argument("--baseline", help="teacher to stand beside them (default: the first run's own; none: nobody)")
+    p.add_argument("--baseline", help="teacher to stand beside them (default: the runs' own; none: nobody)")
     p.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="matmuls (default auto)")
     p.add_argument("--decode", action="store_true", help="measure tokens a second and state against context")
     p.add_argument("--rank", action="store_true", help="measure how much of its state a model uses, by tokens read")
@@ -1257,6 +1257,15 @@ def score(name, model, tokenizer, teacher, args):
     return {"name": name, "held": held, "tasks": found, "harness": harness}
 
 
+def teacher_of(told):
+    """The one teacher of all runs, by their args.json; "none" if they have none."""
+    teachers = dict.fromkeys(t["teacher"] for t in told if t.get("teacher") not in (None, "none"))
+    if len(teachers) > 1:
+        remedy = "score them in separate calls, or say with --baseline who stands beside all"
+        raise BadInput(f"these runs have different teachers, {' and '.join(teachers)}; {remedy}")
+    return next(iter(teachers), "none")
+
+
 def main():
     """Score models, their teacher beside them; in a run, or in --out, write the scores."""
     args = read_flags()
@@ -1264,7 +1273,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, why = precision(device, args.precision)
     print(f"precision: {str(dtype).removeprefix('torch.')} matmuls, {why}")
-    baseline = args.baseline or next((t["teacher"] for t in told if t.get("teacher") not in (None, "none")), "none")
+    baseline = args.baseline or teacher_of(told)
     target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(args.models) == 1 else None
     saved = earlier(target)  # before the work, so that what cannot be written is known
     opens, models, teacher = [], [], None

@@ -2927,6 +2927,17 @@ def test_models_are_compared_in_one_table(teacher_folder, tmp_path, monkeypatch,
     assert [row[0] for row in decoded] == [str(tmp_path / "gla"), str(tmp_path / "other" / "gla")]
 
 
+def test_runs_of_different_teachers_are_not_in_one_table(tmp_path, monkeypatch):
+    for name, teacher in (("a", "140m"), ("b", "none"), ("c", "360m")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text(json.dumps({"teacher": teacher}))
+    with pytest.raises(surgery.BadInput, match="different teachers, 140m and 360m; score them in separate calls"):
+        call(evaluate, monkeypatch, *(tmp_path / name for name in "abc"))
+    with pytest.raises(surgery.BadInput, match="without a checkpoint"):  # so far it is well
+        call(evaluate, monkeypatch, *(tmp_path / name for name in "abc"), "--baseline", "none")
+    assert evaluate.teacher_of([{}, {"teacher": "none"}]) == "none"
+
+
 def test_tasks_from_local_files(teacher_folder, tmp_path, monkeypatch, capsys):
     piqa = {"query": "Q", "choices": ["x", "y"], "gold": 1}
     monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
