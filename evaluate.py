@@ -688,26 +688,37 @@ def show(pair):
     return f"{pair[0]:.3f}" + ("" if math.isnan(pair[1]) else f" ± {pair[1]:.3f}")
 
 
-def table_of(models, teacher=True):
-    """Rows, the first of names: a line a metric; teacher: models[0] is it, and each student recovers so much of it.
+def record(m, teacher, how):
+    """A model's scores as evaluation.json keeps them: (score, standard error, items), and shares of the teacher's."""
+    tasks = {}
+    for task, found in m["tasks"].items():
+        own = teacher["tasks"][task] if teacher and teacher is not m else {}
+        shares = {k: recovered(v, own[k]) for k, v in found.items() if k.startswith("acc") and any(own.get(k, ()))}
+        tasks[task] = {k: (*summary(v), len(v)) for k, v in found.items()} | {"recovered": shares} | how
+    return {"held": m["held"], "tasks": tasks | m["harness"]}
 
-    models: {"name", "held": of `heldout` or None, "tasks": {task: {metric: values by item}}, "harness": of lm-eval}.
-    """
-    rows, held = [["", *(m["name"] for m in models)]], [m["held"] or {} for m in models]
+
+def table_of(records, teacher=True):
+    """Rows, the first of names: a line a metric of so many items; records: {name: `record`'s}; teacher: first is it."""
+    rows, held, tasks = [["", *records]], *([r[k] or {} for r in records.values()] for k in ("held", "tasks"))
     own = {"ce": next((show(h["teacher_ce"]) for h in held if "teacher_ce" in h), ""), "kl": "0", "agreement": "1"}
     for field, title in (MEASURES | {"ce": "held-out CE (nats)", "kl": "KL to the teacher"}).items():
         if any(field in h for h in held):
             cells = [show(h[field]) if field in h else "" for h in held]
             rows.append([title, *([own.get(field, ""), *cells[1:]] if teacher else cells)])
-    for task, metric in dict.fromkeys((t, name) for m in models for t, found in m["tasks"].items() for name in found):
-        values = [m["tasks"][task][metric] for m in models]
-        cells = [show(summary(v)) for v in values]
-        for i, v in enumerate(values[1:], 1) if teacher and metric.startswith("acc") and any(values[0]) else ():
-            cells[i] += "  {:.0%} [{:.0%}, {:.0%}]".format(*recovered(v, values[0]))
-        rows.append([f"{task} {metric} ({len(values[0])})", *cells])
-    for task, metric in dict.fromkeys((t, name) for m in models for t, found in m["harness"].items() for name in found):
-        rows.append([f"{task} {metric} (lm-eval)", *(show(m["harness"][task][metric]) for m in models)])
+    scores = ((t, k, v) for found in tasks for t, row in found.items() for k, v in row.items())
+    for task, metric, *items in dict.fromkeys((t, k, *v[2:]) for t, k, v in scores if isinstance(v, tuple | list)):
+        cells = [cell(found.get(task, {}), metric, items) for found in tasks]
+        rows.append([f"{task} {metric} ({items[0] if items else 'lm-eval'})", *cells])
     return rows
+
+
+def cell(row, metric, items):
+    """'0.540 ± 0.022  83% [77%, 88%]': the score on so many items, and the share recovered; '' where there is none."""
+    if list(row.get(metric, [None] * 3)[2:]) != items:
+        return ""
+    share = row.get("recovered", {}).get(metric)
+    return show(row[metric]) + ("  {:.0%} [{:.0%}, {:.0%}]".format(*share) if share else "")
 
 
 def as_text(rows, markdown=False):
@@ -722,20 +733,26 @@ def as_text(rows, markdown=False):
 
 def scoreboard(held):
     """The table of one student on held-out text; held: `heldout`'s."""
-    empty = {"tasks": {}, "harness": {}}
-    models = [{"name": "teacher", "held": None} | empty] * ("kl" in held) + [{"name": "student", "held": held} | empty]
-    return as_text(table_of(models, teacher="kl" in held))
+    teacher = {"teacher": {"held": None, "tasks": {}}} if "kl" in held else {}
+    return as_text(table_of(teacher | {"student": {"held": held, "tasks": {}}}, bool(teacher)))
+
+
+def report(kept, teacher=True, markdown=False):
+    """The table, and a line a comparison, of what evaluation.json keeps."""
+    words = "{task}: right in {models[0]} alone {alone[0]}, in {models[1]} alone {alone[1]}, p = {p:.2g}"
+    lines = [as_text(table_of(kept["models"], teacher), markdown), *(words.format(**row) for row in kept["mcnemar"])]
+    return ("\n\n" if markdown else "\n").join(lines)
 
 
 def compared(models):
-    """Lines: each pair of models on each task's items, by McNemar's test."""
-    lines = []
+    """Each pair of models on each task's items, by McNemar's test -> rows of evaluation.json."""
+    rows = []
     for a, b in itertools.combinations(models, 2):
         for task in a["tasks"]:
             one, two, p = mcnemar(a["tasks"][task].get("acc", []), b["tasks"][task].get("acc", []))
             if one + two:
-                lines.append(f"{task}: right in {a['name']} alone {one}, in {b['name']} alone {two}, p = {p:.2g}")
-    return sorted(lines)
+                rows.append({"task": task, "models": [a["name"], b["name"]], "alone": [one, two], "p": p})
+    return sorted(rows, key=lambda row: row["task"])
 
 
 def groups(questions, values):
@@ -1294,10 +1311,12 @@ def main():
             if args.decode or args.rank:
                 opens.append((Path(name).name if short[Path(name).name] == 1 else name, model, tokenizer))
             del model  # its memory too, before the next is loaded
-        table = table_of(models, baseline != "none")
-        print("\n" + as_text(table), *compared(models), sep="\n")
+        how = {"precision": str(dtype), "limit": args.limit, "shots": args.shots, "baseline": baseline}
+        own = models[0] if baseline != "none" else None
+        kept = {"models": {m["name"]: record(m, own, how) for m in models}, "mcnemar": compared(models)}
+        print("\n" + report(kept, bool(own)))
         if target:
-            write(target, saved, table, models, {"precision": str(dtype), "limit": args.limit, "shots": args.shots})
+            write(target, saved, kept, models, bool(own))
         against_context(opens, args, target)
 
 
@@ -1322,29 +1341,31 @@ def keep(target, name, rows, panels):
 
 
 def earlier(target):
-    """The folder for the scores made, and what is in its evaluation.json: {name of a model: its scores}."""
+    """The folder for the scores made, and what is in its evaluation.json."""
+    kept = {"models": {}, "mcnemar": []}
     if target is None:
-        return {}
+        return kept
     if target.exists() and not target.is_dir():
         raise BadInput(f"--out {target}: a file of that name exists; give a folder")
     target.mkdir(parents=True, exist_ok=True)
     file = target / "evaluation.json"
-    saved = read_json(file).get("models", {}) if file.exists() else {}
-    if not isinstance(saved, dict) or not all(isinstance(row, dict) for row in saved.values()):
-        raise BadInput(f"{file}: not written by evaluate.py; delete it, or give another --out")
-    return saved
+    with reading(file, "delete it, or give another --out"):
+        kept |= read_json(file) if file.exists() else {}
+        report(kept)
+    return kept
 
 
-def write(target, saved, table, models, how):
-    """evaluation.json (scores of other tasks, from before, stay), evaluation.md and evaluation.png."""
+def write(target, saved, kept, models, teacher):
+    """evaluation.json and .md (what was scored before and not again stays, after this call's), evaluation.png."""
     file, temporary = target / "evaluation.json", target / "evaluation.json.tmp"
-    for m in models:
-        found = {t: {k: (*summary(v), len(v)) for k, v in row.items()} | how for t, row in m["tasks"].items()}
-        kept = saved.get(m["name"], {}).get("tasks", {})
-        saved[m["name"]] = {"held": m["held"], "tasks": kept | found | m["harness"]}
-    temporary.write_text(json.dumps({"models": saved, "compared": compared(models)}, indent=1))
+    again = {(m["name"], task) for m in models for task in m["tasks"]}
+    for name, row in kept["models"].items():
+        row["tasks"] = saved["models"].pop(name, {"tasks": {}})["tasks"] | row["tasks"]
+    kept["models"] |= saved["models"]
+    kept["mcnemar"] += [row for row in saved["mcnemar"] if not again & {(name, row["task"]) for name in row["models"]}]
+    temporary.write_text(json.dumps(kept, indent=1))
     temporary.replace(file)
-    (target / "evaluation.md").write_text(as_text(table, markdown=True) + "\n", encoding="utf-8")
+    (target / "evaluation.md").write_text(report(kept, teacher, markdown=True) + "\n", encoding="utf-8")
     if any("acc" in found and "@" not in task for task, found in models[0]["tasks"].items()):
         draw_scores(target / "evaluation.png", models)
     if any("@" in task for task in models[0]["tasks"]):

@@ -2865,7 +2865,7 @@ def test_items_that_are_none_are_one_sentence(tmp_path, task, item):
 
 SCORING = {
     "a file as folder": (["--out", "FILE"], "a file of that name exists"),
-    "somebody else's scores": (["--out", "ODD"], "not written by evaluate.py"),
+    "somebody else's scores": (["--out", "ODD"], "delete it, or give another --out"),
     "no template": (["--chat", "--prompt", "hi"], "has no chat template"),
     "no turn": (["--chat"], "give --prompt TEXT too"),
     "no task": (["--tasks", ",,"], "no task in it"),
@@ -2925,6 +2925,39 @@ def test_models_are_compared_in_one_table(teacher_folder, tmp_path, monkeypatch,
     call(evaluate, monkeypatch, *words, "--out", tmp_path / "out")
     decoded = json.loads((tmp_path / "out" / "decoding.json").read_text())
     assert [row[0] for row in decoded] == [str(tmp_path / "gla"), str(tmp_path / "other" / "gla")]
+
+
+def test_what_is_told_is_what_is_kept(teacher_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    student, tokenizer = tiny_teacher()
+    student.embed.weight.data += torch.randn(257, 24)  # it has other favourites
+    surgery.save(surgery.linearize(student, "gla"), tokenizer, tmp_path / "student")
+    for task in ("piqa", "arc_easy"):
+        rows = [{"query": f"{task} {i}?", "choices": [f"{7 * i}", f"{9 * i + 1}"], "gold": i % 2} for i in range(40)]
+        (tmp_path / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked, out = evaluate.questions_of("piqa", tmp_path), tmp_path / "out"
+    both = (surgery.load(folder) for folder in (teacher_folder, tmp_path / "student"))
+    theirs, ours = (evaluate.metrics(asked, evaluate.answer(asked, *model)) for model in both)
+    words = [tmp_path / "student", "--baseline", teacher_folder, "--data-dir", tmp_path, "--out", out, "--tasks"]
+    call(evaluate, monkeypatch, *words, "piqa", "--precision", "fp32")
+    kept = json.loads((out / "evaluation.json").read_text())
+    row = kept["models"][str(tmp_path / "student")]["tasks"]["piqa"]
+    shares = {name: list(evaluate.recovered(ours[name], theirs[name])) for name in ("acc", "acc_norm")}
+    assert row["recovered"] == shares and row["baseline"] == str(teacher_folder)
+    assert "  {:.0%} [{:.0%}, {:.0%}]".format(*shares["acc"]) in capsys.readouterr().out
+    assert kept["models"][str(teacher_folder)]["tasks"]["piqa"]["recovered"] == {}
+    *alone, p = evaluate.mcnemar(theirs["acc"], ours["acc"])
+    models = [str(teacher_folder), str(tmp_path / "student")]
+    assert kept["mcnemar"] == [{"task": "piqa", "models": models, "alone": alone, "p": p}] and sum(alone)
+    call(evaluate, monkeypatch, *words, "arc_easy")
+    noted = (out / "evaluation.md").read_text()
+    assert noted.startswith(f"|  | {models[0]} | {models[1]} |\n") and "| arc_easy acc (40) | " in noted
+    assert "| piqa acc (40) | {:.3f}".format(kept["models"][models[0]]["tasks"]["piqa"]["acc"][0]) in noted
+    assert f"\n\npiqa: right in {models[0]} alone {alone[0]}, in {models[1]} alone {alone[1]}, p = {p:.2g}" in noted
+    call(evaluate, monkeypatch, *words, "piqa", "--limit", "3")  # what is scored again replaces what it was
+    kept = json.loads((out / "evaluation.json").read_text())
+    assert sum(sum(row["alone"]) <= 3 for row in kept["mcnemar"] if row["task"] == "piqa") < 2
+    assert "| piqa acc (3) |" in (out / "evaluation.md").read_text()
 
 
 def test_runs_of_different_teachers_are_not_in_one_table(tmp_path, monkeypatch):
