@@ -756,12 +756,11 @@ def compared(models):
 
 
 def groups(questions, values):
-    """Accuracy by subject or relation -> lines, worst first."""
+    """Accuracy by subject or relation -> {metric: values by item}, worst first."""
     by = {}
     for q, value in zip(questions, values):
-        by.setdefault(q.group, []).append(value)
-    worst = sorted(by.items(), key=lambda row: sum(row[1]) / len(row[1]))
-    return [f"  {name:<40}{show(mean_and_error(v))}  ({len(v)})" for name, v in worst]
+        by.setdefault(f"acc of {q.group}", []).append(value)
+    return dict(sorted(by.items(), key=lambda row: sum(row[1]) / len(row[1])))
 
 
 @contextlib.contextmanager
@@ -1269,7 +1268,7 @@ def score(name, model, tokenizer, teacher, args):
             print(f"{name}: {cut} of {len(answered)} items of {task} are longer than its context and lost their start")
         found[task] = metrics(questions, answered)
         if args.groups and getattr(questions[0], "group", ""):
-            print(f"{name}, {task} by group:", *groups(questions, found[task]["acc"]), sep="\n")
+            found[task] |= groups(questions, found[task]["acc"])
     harness = with_lm_eval(model, tokenizer, args.harness, args.limit, args.shots) if args.harness else {}
     return {"name": name, "held": held, "tasks": found, "harness": harness}
 

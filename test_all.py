@@ -2960,6 +2960,22 @@ def test_what_is_told_is_what_is_kept(teacher_folder, tmp_path, monkeypatch, cap
     assert "| piqa acc (3) |" in (out / "evaluation.md").read_text()
 
 
+def test_accuracy_by_relation_is_told_and_kept(teacher_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    (tmp_path / "bear").mkdir()
+    about = {"templates": ["[X] has [Y]."], "answer_space_labels": ["it", "a b c"]}
+    (tmp_path / "bear/metadata_relations.json").write_text(json.dumps({"P1": about, "P2": about}))
+    for name, right in (("P1", [0, 0, 0]), ("P2", [1, 1, 1, 0])):  # the shorter sentence is the likelier one
+        rows = [{"sub_label": f"Bo {i}", "answer_idx": answer} for i, answer in enumerate(right)]
+        (tmp_path / f"bear/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [teacher_folder, "--tasks", "bear", "--data-dir", tmp_path, "--out", tmp_path / "out"]
+    call(evaluate, monkeypatch, *words, "--groups")
+    row = json.loads((tmp_path / "out" / "evaluation.json").read_text())["models"][str(teacher_folder)]["tasks"]["bear"]
+    assert row["acc"][0] == 4 / 7 and row["acc of P1"] == [1, 0, 3] and row["acc of P2"] == [0.25, 0.25, 4]
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert told.index("bear acc of P2 (4) 0.250 ± 0.250") + 1 == told.index("bear acc of P1 (3) 1.000 ± 0.000")
+
+
 def test_runs_of_different_teachers_are_not_in_one_table(tmp_path, monkeypatch):
     for name, teacher in (("a", "140m"), ("b", "none"), ("c", "360m")):
         (tmp_path / name).mkdir()
