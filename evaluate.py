@@ -747,12 +747,10 @@ def report(kept, teacher=True, markdown=False):
 def compared(models):
     """Each pair of models on each task's items, by McNemar's test -> rows of evaluation.json."""
     rows = []
-    for a, b in itertools.combinations(models, 2):
-        for task in a["tasks"]:
-            one, two, p = mcnemar(a["tasks"][task].get("acc", []), b["tasks"][task].get("acc", []))
-            if one + two:
-                rows.append({"task": task, "models": [a["name"], b["name"]], "alone": [one, two], "p": p})
-    return sorted(rows, key=lambda row: row["task"])
+    for task, two in itertools.product(sorted(models[0]["tasks"]), itertools.combinations(models, 2)):
+        *alone, p = mcnemar(*(m["tasks"][task].get("acc", []) for m in two))
+        rows += [{"task": task, "models": [m["name"] for m in two], "alone": alone, "p": p}] if any(alone) else []
+    return rows
 
 
 def groups(questions, values):
@@ -1194,12 +1192,9 @@ def read_flags():
     args = parser().parse_args()
     if args.limit < 0 or (args.shots or 0) < 0:
         raise BadInput(f"--limit {args.limit} --shots {args.shots}: wanted 0 (all items, no examples) or more")
-    try:
-        lengths = [int(n) for n in args.lengths.split(",") if n]
-    except ValueError:
-        raise BadInput(f"--lengths {args.lengths!r}: wanted numbers of tokens, as 512,4096") from None
-    if any(n < 1 for n in lengths):
-        raise BadInput(f"--lengths {args.lengths}: wanted 1 token or more")
+    lengths = [int(n) if n.strip().isdecimal() else 0 for n in args.lengths.split(",") if n]
+    if 0 in lengths:
+        raise BadInput(f"--lengths {args.lengths!r}: wanted numbers of tokens, 1 or more, as 512,4096")
     if args.chat and not args.prompt:
         raise BadInput("--chat: give --prompt TEXT too, the user's turn")
     if "none" in args.models:
@@ -1277,8 +1272,8 @@ def teacher_of(told):
     """The one teacher of all runs, by their args.json; "none" if they have none."""
     teachers = dict.fromkeys(t["teacher"] for t in told if t.get("teacher") not in (None, "none"))
     if len(teachers) > 1:
-        remedy = "score them in separate calls, or say with --baseline who stands beside all"
-        raise BadInput(f"these runs have different teachers, {' and '.join(teachers)}; {remedy}")
+        words = "different teachers; score them in separate calls, or give --baseline"
+        raise BadInput(f"runs of {' and '.join(teachers)}: {words}")
     return next(iter(teachers), "none")
 
 

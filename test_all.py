@@ -2869,6 +2869,7 @@ SCORING = {
     "no template": (["--chat", "--prompt", "hi"], "has no chat template"),
     "no turn": (["--chat"], "give --prompt TEXT too"),
     "no task": (["--tasks", ",,"], "no task in it"),
+    "no length": (["--lengths", "512,0"], "wanted numbers of tokens, 1 or more"),
     "too short a needle": (["--tasks", "niah_1", "--lengths", "200"], "alone take"),
     "a colon alone": (["--tasks", "niah_1:"], "number of needles after the colon"),
     "no state": (["--rank"], "softmax alone has no state"),
@@ -2980,7 +2981,7 @@ def test_runs_of_different_teachers_are_not_in_one_table(tmp_path, monkeypatch):
     for name, teacher in (("a", "140m"), ("b", "none"), ("c", "360m")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "args.json").write_text(json.dumps({"teacher": teacher}))
-    with pytest.raises(surgery.BadInput, match="different teachers, 140m and 360m; score them in separate calls"):
+    with pytest.raises(surgery.BadInput, match="140m and 360m: different teachers; score them in separate calls"):
         call(evaluate, monkeypatch, *(tmp_path / name for name in "abc"))
     with pytest.raises(surgery.BadInput, match="without a checkpoint"):  # so far it is well
         call(evaluate, monkeypatch, *(tmp_path / name for name in "abc"), "--baseline", "none")
