@@ -546,7 +546,7 @@ def likelihoods(model, pairs, *, at_once=2048):
 
 @torch.no_grad()
 def generate(model, tokenizer, prompts, new, *, until=(), piece=2048):
-    """Greedy texts after prompts, all at once -> [(text, was the prompt's beginning cut)].
+    """Greedy texts after prompts, all at once -> [(text, do prompt and text go beyond the context)].
 
     Shorter prompts are padded on the left, which changes nothing; they are read `piece` tokens at a time. Only learned
     positions have an end, and cut what does not fit.
@@ -572,7 +572,8 @@ def generate(model, tokenizer, prompts, new, *, until=(), piece=2048):
         h, state = model.trunk(token[:, None], state)
     texts = [tokenizer.decode(ids) for ids in found]
     texts = [min((text.split(word)[0] for word in until), key=len, default=text) for text in texts]
-    return [(text, len(ids) > places) for text, ids in zip(texts, encoded)]
+    sizes = [len(ids) + len(more) for ids, more in zip(encoded, found)]
+    return [(t, len(ids) > places or n > model.config.context) for t, ids, n in zip(texts, encoded, sizes)]
 
 
 def answers(model, tokenizer, questions, file=None, *, chunk=None, title=""):
@@ -584,7 +585,7 @@ def answers(model, tokenizer, questions, file=None, *, chunk=None, title=""):
             if half:  # a kill came in the middle of a line
                 os.truncate(file, len(whole) + len(end))
             rows = map(json.loads, filter(None, whole.decode().split("\n")))
-            done = {row["key"]: row for row in rows if "ll" in row or "text" in row}
+            done = {row["key"]: row for row in rows if "ll" in row or "beyond" in row}
     left = [i for i, key in enumerate(keys) if key not in done]
     left.sort(key=lambda i: len(getattr(questions[i], "prompt", "")))
     chunk = chunk or (128 if hasattr(questions[0], "pairs") else 8)
@@ -608,7 +609,7 @@ def answer(questions, model, tokenizer):
         together = max(8192 // max(len(tokenizer.encode(prompt)) for prompt in prompts), 1)
         parts = [prompts[at : at + together] for at in range(0, len(prompts), together)]
         texts = [pair for part in parts for pair in generate(model, tokenizer, part, new, until=until)]
-        return [{"text": text, "cut": cut} for text, cut in texts]
+        return [{"text": text, "beyond": beyond} for text, beyond in texts]
     longest = model.config.context
     if isinstance(questions[0], Page):
         asked = [windows_of(tokenizer, q.text, min(longest, 2048)) for q in questions]
@@ -621,8 +622,16 @@ def answer(questions, model, tokenizer):
         if isinstance(q, Page):
             rows.append({"ll": sum(ll for ll, _ in lls), "tokens": sum(len(ids) - start for ids, start in pairs)})
         else:
-            rows.append({"ll": [ll for ll, _ in lls], "greedy": lls[0][1], "cut": any(pair[2] for pair in pairs)})
+            rows.append({"ll": [ll for ll, _ in lls], "greedy": lls[0][1], "beyond": any(pair[2] for pair in pairs)})
     return rows
+
+
+def beyond(title, answered, config):
+    """How many items go beyond the context; says so, and if they were cut: prompts at rotary positions are not."""
+    if count := sum(row.get("beyond", row.get("cut", False)) for row in answered):  # cut: as it was called before
+        how = "read whole" if "text" in answered[0] and not config.learned else "their beginnings are cut"
+        print(f"{title}: {count} of {len(answered)} items go beyond the context of {config.context}; {how}")
+    return count
 
 
 def number_in(text):
@@ -695,6 +704,7 @@ def record(m, teacher, how):
         own = teacher["tasks"][task] if teacher and teacher is not m else {}
         shares = {k: recovered(v, own[k]) for k, v in found.items() if k.startswith("acc") and any(own.get(k, ()))}
         tasks[task] = {k: (*summary(v), len(v)) for k, v in found.items()} | {"recovered": shares} | how
+        tasks[task]["beyond"] = m["beyond"][task]
     return {"held": m["held"], "tasks": tasks | m["harness"]}
 
 
@@ -714,11 +724,12 @@ def table_of(records, teacher=True):
 
 
 def cell(row, metric, items):
-    """'0.540 ± 0.022  83% [77%, 88%]': the score on so many items, and the share recovered; '' where there is none."""
+    """'0.540 ± 0.022  83% [77%, 88%]': the score on so many items, the share recovered, and what is to be known."""
     if list(row.get(metric, [None] * 3)[2:]) != items:
         return ""
     share = row.get("recovered", {}).get(metric)
-    return show(row[metric]) + ("  {:.0%} [{:.0%}, {:.0%}]".format(*share) if share else "")
+    over = f"  ({row['beyond']} beyond the context)" if row.get("beyond") else ""
+    return show(row[metric]) + ("  {:.0%} [{:.0%}, {:.0%}]".format(*share) if share else "") + over
 
 
 def as_text(rows, markdown=False):
@@ -896,15 +907,20 @@ class Harness:
 
         LM.register(Harness)
         self.model, self.tokenizer, self.rank, self.world_size = model, tokenizer, 0, 1
-        self.task_dict, self.tokenizer_name = {}, "nanolinear"
+        self.task_dict, self.tokenizer_name, self.beyond = {}, "nanolinear", set()
 
     def set_cache_hook(self, hook):
         """lm-eval's own cache is not used: `simple_evaluate` calls this."""
 
+    def answers(self, requests, questions, chunk=None):
+        """What is answered; the items that go beyond the context are told and kept, as (task, number)."""
+        found = answers(self.model, self.tokenizer, questions, chunk=chunk, title="lm-eval")
+        beyond("lm-eval", found, self.model.config)
+        self.beyond |= {(r.task_name, r.doc_id) for r, row in zip(requests, found) if row["beyond"]}
+        return found
+
     def loglikelihood(self, requests, **_):
-        found = answers(self.model, self.tokenizer, [Exact([r.args]) for r in requests], title="lm-eval")
-        if cut := sum(row["cut"] for row in found):
-            print(f"lm-eval: {cut} of {len(found)} items are longer than the context; their beginnings are cut")
+        found = self.answers(requests, [Exact([r.args]) for r in requests])
         return [(row["ll"][0], row["greedy"]) for row in found]
 
     def loglikelihood_rolling(self, requests, **_):
@@ -917,22 +933,21 @@ class Harness:
             until = how.get("until") or ()
             until = (until,) if isinstance(until, str) else tuple(until)
             asked.append(Written(context, "", how.get("max_gen_toks", 256), until))
-        return [row["text"] for row in answers(self.model, self.tokenizer, asked, chunk=1, title="lm-eval")]
+        return [row["text"] for row in self.answers(requests, asked, chunk=1)]
 
 
 def with_lm_eval(model, tokenizer, names, limit, shots):
     """Scores of lm-eval's tasks by name -> {task: {metric,filter: (value, standard error)}}."""
     import lm_eval
 
-    how = dict(tasks=names, limit=limit or None, num_fewshot=shots)
-    found = lm_eval.simple_evaluate(Harness(model, tokenizer), **how)["results"]
-    number = lambda x: x if isinstance(x, float) else math.nan
-    scores = {}
+    how, harness = dict(tasks=names, limit=limit or None, num_fewshot=shots), Harness(model, tokenizer)
+    found = lm_eval.simple_evaluate(harness, **how)["results"]
+    scores, beyond = {}, collections.Counter(task for task, _ in harness.beyond)
     for task, row in found.items():
-        for key, x in row.items():
-            if isinstance(x, float) and "_stderr" not in key:
-                error = number(row.get(key.replace(",", "_stderr,")))
-                scores.setdefault(task, {})[key.removesuffix(",none")] = x, error
+        row = {key: x for key, x in row.items() if isinstance(x, float)}
+        pairs = {key: (x, row.get(key.replace(",", "_stderr,"), math.nan)) for key, x in row.items()}
+        scores[task] = {key.removesuffix(",none"): pair for key, pair in pairs.items() if "_stderr" not in key}
+        scores[task] |= {"beyond": beyond[task]} if beyond[task] else {}
     return scores
 
 
@@ -1241,9 +1256,9 @@ def mark(model, tokenizer):
 
 
 def score(name, model, tokenizer, teacher, args):
-    """All scores of one model: {"name", "held", "tasks": by item, "harness": of lm-eval}."""
-    is_run, file, held, found = (Path(name) / "args.json").exists(), Path(name) / "heldout.safetensors", None, {}
-    folder = (Path(name) if is_run else CACHE) / "answers" / mark(model, tokenizer)
+    """All scores of one model: {"name", "held", "tasks": by item, "beyond": items by task, "harness": of lm-eval}."""
+    is_run, file, held = (Path(name) / "args.json").exists(), Path(name) / "heldout.safetensors", None
+    folder, found, over = (Path(name) if is_run else CACHE) / "answers" / mark(model, tokenizer), {}, {}
     if is_run and file.exists():
         with reading(file, "delete it to score tasks alone"):
             held = heldout(model, teacher, load_file(file)["tokens"].long().to(model.embed.weight.device))
@@ -1259,13 +1274,12 @@ def score(name, model, tokenizer, teacher, args):
             questions = questions_of(task, args.data_dir, args.limit, args.shots)
         file, words = folder / f"{task}.answers", f"{Path(name).name} {task}"
         answered = answers(model, tokenizer, questions, file, title=words)
-        if cut := sum(a.get("cut", False) for a in answered):
-            print(f"{name}: {cut} of {len(answered)} items of {task} are longer than its context and lost their start")
+        over[task] = beyond(f"{name}, {task}", answered, model.config)
         found[task] = metrics(questions, answered)
         if args.groups and getattr(questions[0], "group", ""):
             found[task] |= groups(questions, found[task]["acc"])
     harness = with_lm_eval(model, tokenizer, args.harness, args.limit, args.shots) if args.harness else {}
-    return {"name": name, "held": held, "tasks": found, "harness": harness}
+    return {"name": name, "held": held, "tasks": found, "beyond": over, "harness": harness}
 
 
 def teacher_of(told):

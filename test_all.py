@@ -2581,6 +2581,30 @@ def test_texts_together_are_texts_alone(mixer):
     assert evaluate.generate(model, tokenizer, prompts[1:2], 12, until=(word,)) == [(together[1].split(word)[0], False)]
 
 
+def test_items_beyond_the_context_are_told_and_kept(teacher_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    rows = [{"question": "x" * n, "answer": "#### 2"} for n in (300, 9)]
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k/test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "lambada.jsonl").write_text('{"context": "%s", "continuation": "c"}\n' % ("a b " * 40))
+    ask = lambda row: evaluate.gsm8k(row)._replace(new=8)
+    monkeypatch.setitem(evaluate.TASKS, "gsm8k", evaluate.TASKS["gsm8k"]._replace(ask=ask))
+    words = [teacher_folder, "--data-dir", tmp_path, "--shots", "0", "--out", tmp_path, "--tasks", "gsm8k,lambada"]
+    for turn in range(2):  # answers that were kept say so too, by their older name or asked again
+        call(evaluate, monkeypatch, *words)
+        for file in (tmp_path / "cache").rglob("*.answers"):
+            old = "" if "gsm8k" in file.name else '"cut"'
+            file.write_text(re.sub(r'(, )?("beyond")(: \w+)', rf"\1{old}\3" if old else "", file.read_text()))
+        told = capsys.readouterr().out
+        assert f"{teacher_folder}, gsm8k: 1 of 2 items go beyond the context of 64; read whole" in told, turn
+        assert "lambada: 1 of 1 items go beyond the context of 64; their beginnings are cut" in told
+        assert "(1 beyond the context)" in (tmp_path / "evaluation.md").read_text()
+        kept = json.loads((tmp_path / "evaluation.json").read_text())["models"][str(teacher_folder)]["tasks"]
+        assert kept["gsm8k"]["beyond"] == 1 and kept["lambada"]["beyond"] == 1
+    model, tokenizer = tiny_teacher()
+    assert [beyond for _, beyond in evaluate.generate(model, tokenizer, ["x" * 50, "x" * 9], 40)] == [True, False]
+
+
 def test_learned_positions_cut_what_does_not_fit():
     tokenizer = surgery.bytes_tokenizer()
     model = surgery.from_scratch("1m", "gpt2", tokenizer, context=32)
@@ -2827,11 +2851,19 @@ def test_oracle_likelihoods_are_those_of_lm_eval(tmp_path, kind):
         assert harness.generate_until(asked) == judge.generate_until(asked)
 
 
+def test_oracle_lm_eval_items_beyond_the_context_are_told(capsys):
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    harness, how = evaluate.Harness(*tiny_teacher()), {"until": [], "max_gen_toks": 4}
+    harness.generate_until([instance("generate_until", {}, ("x" * n, how), 0, ("t", n, 1)) for n in (300, 5)])
+    assert "lm-eval: 1 of 2 items go beyond the context of 64; read whole" in capsys.readouterr().out
+    assert harness.beyond == {("t", 300)}
+
+
 def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     datasets = pytest.importorskip("datasets")
     data = {
-        n: datasets.Dataset.from_list([HUB["piqa"][1] | {"label": i % 2} for i in range(6)])
+        n: datasets.Dataset.from_list([HUB["piqa"][1] | {"label": i % 2, "goal": "A goal. " * i} for i in range(6)])
         for n in ("train", "validation")
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name=None, **_: datasets.DatasetDict(data))
@@ -2840,7 +2872,7 @@ def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
     ours = evaluate.metrics(
         *(lambda q: (q, evaluate.answers(model, tokenizer, q)))([evaluate.piqa(r) for r in data["validation"]])
     )
-    assert found["piqa"]["acc"] == pytest.approx(evaluate.summary(ours["acc"]))
+    assert found["piqa"]["acc"] == pytest.approx(evaluate.summary(ours["acc"])) and 0 < found["piqa"]["beyond"] < 6
 
 
 ITEMS = {  # task: an item that is none
