@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import tempfile
 import typing
 import uuid
 from pathlib import Path
@@ -48,6 +49,7 @@ from surgery import (
     load_teacher,
     read_json,
     reading,
+    save_tokenizer,
     stream,
     transplant,
 )
@@ -941,7 +943,13 @@ def with_lm_eval(model, tokenizer, names, limit, shots):
     import lm_eval
 
     how, harness = dict(tasks=names, limit=limit or None, num_fewshot=shots), Harness(model, tokenizer)
-    found = lm_eval.simple_evaluate(harness, **how)["results"]
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # RULER and BABILong size their texts by a tokenizer's name
+            save_tokenizer(tokenizer, folder)
+            found = lm_eval.simple_evaluate(harness, metadata={"tokenizer": folder}, **how)["results"]
+    except ImportError as error:
+        lacks = getattr(error.__cause__ or error, "name", None) or "what it names"
+        raise BadInput(f"--tasks {','.join(names)}: pip install {lacks}; lm-eval says: {error}") from error
     scores, beyond = {}, collections.Counter(task for task, _ in harness.beyond)
     for task, row in found.items():
         row = {key: x for key, x in row.items() if isinstance(x, float)}

@@ -2859,6 +2859,34 @@ def test_oracle_lm_eval_items_beyond_the_context_are_told(capsys):
     assert harness.beyond == {("t", 300)}
 
 
+def test_oracle_lm_eval_has_our_tokenizer_by_name(monkeypatch):
+    lm_eval, transformers = pytest.importorskip("lm_eval"), pytest.importorskip("transformers")
+    model, tokenizer = tiny_teacher()
+
+    def simple_evaluate(harness, metadata, **_):
+        theirs = transformers.AutoTokenizer.from_pretrained(metadata["tokenizer"])
+        assert theirs("An odd text, déjà vu").input_ids == tokenizer.encode("An odd text, déjà vu")
+        return {"results": {"ruler": {"4096,none": 0.5}}}
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", simple_evaluate)
+    assert evaluate.with_lm_eval(model, tokenizer, ["ruler"], 0, None)["ruler"]["4096"][0] == 0.5
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_package_that_lm_eval_lacks_is_one_sentence(monkeypatch, named):
+    def simple_evaluate(*_, **__):
+        try:
+            raise ModuleNotFoundError("No module named 'wonderwords'", name="wonderwords")
+        except ImportError as error:
+            raise error if named else ImportError("Please install the `wonderwords` package") from error
+
+    fake = types.SimpleNamespace(simple_evaluate=simple_evaluate, LM=types.SimpleNamespace(register=lambda cls: None))
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, fake)
+    with pytest.raises(surgery.BadInput, match="^--tasks niah_single_1: pip install wonderwords; lm-eval says: .*word"):
+        evaluate.with_lm_eval(*tiny_teacher(), ["niah_single_1"], 0, None)
+
+
 def test_oracle_lm_eval_runs_its_tasks_on_us(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     datasets = pytest.importorskip("datasets")
