@@ -699,19 +699,14 @@ def show(pair):
     return f"{pair[0]:.3f}" + ("" if math.isnan(pair[1]) else f" ± {pair[1]:.3f}")
 
 
-def record(m, teacher, how):
-    """A model's scores as evaluation.json keeps them: (score, standard error, items), and shares of the teacher's."""
-    tasks = {}
-    for task, found in m["tasks"].items():
-        own = teacher["tasks"][task] if teacher and teacher is not m else {}
-        shares = {k: recovered(v, own[k]) for k, v in found.items() if k.startswith("acc") and any(own.get(k, ()))}
-        tasks[task] = {k: (*summary(v), len(v)) for k, v in found.items()} | {"recovered": shares} | how
-        tasks[task]["beyond"] = m["beyond"][task]
-    return {"held": m["held"], "tasks": tasks | m["harness"]}
+def record(found, own):
+    """A task's scores as evaluation.json keeps them: (score, standard error, items), and shares of the teacher's."""
+    shares = {k: recovered(v, own[k]) for k, v in found.items() if k.startswith("acc") and any(own.get(k, ()))}
+    return {k: (*summary(v), len(v)) for k, v in found.items()} | {"recovered": shares}
 
 
 def table_of(records, teacher=True):
-    """Rows, the first of names: a line a metric of so many items; records: {name: `record`'s}; teacher: first is it."""
+    """Rows, the first of names: a line a metric of so many items; records: {name: "held", "tasks"}; teacher: first."""
     rows, held, tasks = [["", *records]], *([r[k] or {} for r in records.values()] for k in ("held", "tasks"))
     own = {"ce": next((show(h["teacher_ce"]) for h in held if "teacher_ce" in h), ""), "kl": "0", "agreement": "1"}
     for field, title in (MEASURES | {"ce": "held-out CE (nats)", "kl": "KL to the teacher"}).items():
@@ -1263,10 +1258,10 @@ def mark(model, tokenizer):
     return hashlib.sha1(about + b"".join(parts)).hexdigest()[:12]
 
 
-def score(name, model, tokenizer, teacher, args):
-    """All scores of one model: {"name", "held", "tasks": by item, "beyond": items by task, "harness": of lm-eval}."""
+def score(name, model, tokenizer, teacher, own, args):
+    """All scores of one model: {"name", "tasks": by item, "kept"}; own: its teacher's by item."""
     is_run, file, held = (Path(name) / "args.json").exists(), Path(name) / "heldout.safetensors", None
-    folder, found, over = (Path(name) if is_run else CACHE) / "answers" / mark(model, tokenizer), {}, {}
+    folder, found, kept = (Path(name) if is_run else CACHE) / "answers" / mark(model, tokenizer), {}, {}
     if is_run and file.exists():
         with reading(file, "delete it to score tasks alone"):
             held = heldout(model, teacher, load_file(file)["tokens"].long().to(model.embed.weight.device))
@@ -1282,12 +1277,13 @@ def score(name, model, tokenizer, teacher, args):
             questions = questions_of(task, args.data_dir, args.limit, args.shots)
         file, words = folder / f"{task}.answers", f"{Path(name).name} {task}"
         answered = answers(model, tokenizer, questions, file, title=words)
-        over[task] = beyond(f"{name}, {task}", answered, model.config)
         found[task] = metrics(questions, answered)
         if args.groups and getattr(questions[0], "group", ""):
             found[task] |= groups(questions, found[task]["acc"])
-    harness = with_lm_eval(model, tokenizer, args.harness, args.limit, args.shots) if args.harness else {}
-    return {"name": name, "held": held, "tasks": found, "beyond": over, "harness": harness}
+        over = {"beyond": beyond(f"{name}, {task}", answered, model.config)}
+        kept[task] = record(found[task], own.get(task, {})) | over | args.how
+    kept |= with_lm_eval(model, tokenizer, args.harness, args.limit, args.shots) if args.harness else {}
+    return {"name": name, "tasks": found, "kept": {"held": held, "tasks": kept}}
 
 
 def teacher_of(told):
@@ -1307,6 +1303,7 @@ def main():
     dtype, why = precision(device, args.precision)
     print(f"precision: {str(dtype).removeprefix('torch.')} matmuls, {why}")
     baseline = args.baseline or teacher_of(told)
+    args.how = {"precision": str(dtype), "limit": args.limit, "shots": args.shots, "baseline": baseline}
     target = Path(args.out) if args.out else Path(args.models[0]) if told[0] and len(args.models) == 1 else None
     saved = earlier(target)  # before the work, so that what cannot be written is known
     opens, models, teacher = [], [], None
@@ -1320,19 +1317,18 @@ def main():
             if teacher and teacher.config.vocab != model.config.vocab:
                 ids = f"it has {teacher.config.vocab} ids, {name} {model.config.vocab}"
                 raise BadInput(f"--baseline {baseline}: {ids}; give the model's own teacher")
-            models.append(score(name, model, tokenizer, teacher, args))
+            own = models[0]["tasks"] if models and baseline != "none" else {}
+            models.append(score(name, model, tokenizer, teacher, own, args))
             if args.prompt and name in args.models:
                 stream(model, tokenizer, args.prompt, 60, chat=args.chat)
             teacher = model if name == baseline else teacher
             if args.decode or args.rank:
                 opens.append((Path(name).name if short[Path(name).name] == 1 else name, model, tokenizer))
             del model  # its memory too, before the next is loaded
-        how = {"precision": str(dtype), "limit": args.limit, "shots": args.shots, "baseline": baseline}
-        own = models[0] if baseline != "none" else None
-        kept = {"models": {m["name"]: record(m, own, how) for m in models}, "mcnemar": compared(models)}
-        print("\n" + report(kept, bool(own)))
+        kept = {"models": {m["name"]: m["kept"] for m in models}, "mcnemar": compared(models)}
+        print("\n" + report(kept, baseline != "none"))
         if target:
-            write(target, saved, kept, models, bool(own))
+            write(target, saved, kept, models, baseline != "none")
         against_context(opens, args, target)
 
 
