@@ -1895,6 +1895,21 @@ def test_interrupted_is_uninterrupted(teacher_folder, tmp_path, monkeypatch):
     assert scores[0] == scores[1] and (tmp_path / "cut" / "loss.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("where, saved", [("validate", 25), ("heldout", 40)])
+def test_an_error_in_scoring_loses_no_step(teacher_folder, tmp_path, monkeypatch, where, saved):
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "quiet"))
+    module, calls = (train, itertools.count()) if where == "validate" else (evaluate, itertools.count(5))
+    real = getattr(module, where)  # train.py validates at steps 0, 5, 10, …
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr(module, where, lambda *args: raises(MemoryError)() if next(calls) == 5 else real(*args))
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))
+    assert surgery.find_checkpoint(tmp_path / "run").name == f"step-{saved:08d}"
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"), "--resume")
+    quiet, run = weights_of(tmp_path / "quiet"), weights_of(tmp_path / "run")
+    assert all(torch.equal(quiet[name], run[name]) for name in quiet)
+    assert torch.equal(losses_of(tmp_path / "quiet"), losses_of(tmp_path / "run"))
+
+
 MIXER, ALL = r"blocks\.\d\.mixer\.", ""
 NEW = MIXER + r"(?!([qkvo]|[qk]_norm)\.)"
 RECIPES = {  # flags; what may train in each stage; steps to be cut in, at least one in each

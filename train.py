@@ -675,7 +675,7 @@ class Run:
 
 
 def train(run, first):
-    """Every leg from step `first` on: cheap validation -> save -> stop -> step -> log."""
+    """Every leg from step `first` on: save -> cheap validation -> stop -> step -> log."""
     args, end, metrics = run.args, run.legs[-1].stop, run.folder / "metrics.jsonl"
     began, optimizer, trained = time.time(), None, 0
     bar = tqdm(total=end, initial=first, unit="step", dynamic_ncols=True, disable=RANK > 0)
@@ -689,12 +689,12 @@ def train(run, first):
                 optimizer = enter(run, stage, resumed=optimizer is None and step != leg.start)
                 bar.write(f"step {step}: stage {stage.loss}, {stage.trains} trains, lr {stage.lr:g} {stage.schedule}")
             saves = step % args.save_every == 0 or step == end
+            if saves and step > first:
+                checkpoint(run, step, optimizer)
             if saves or validates(leg, step):
                 found.append({"step": step} | validate(run, stage))
                 log.write(json.dumps(found[-1]) + "\n")
                 bar.write(f"step {step}: held-out {found[-1]['heldout'].upper()} {found[-1]['value']:.3f}")
-            if saves and step > first:
-                checkpoint(run, step, optimizer)
             if step == end:
                 break
             lr = rate_at(leg, step, cuts_in([row["value"] for row in found if validates(leg, row["step"])]))
