@@ -1910,6 +1910,42 @@ def test_an_error_in_scoring_loses_no_step(teacher_folder, tmp_path, monkeypatch
     assert torch.equal(losses_of(tmp_path / "quiet"), losses_of(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("loss", distill.STAGES)
+def test_a_plateau_is_one_of_the_stages_own_loss(loss):
+    teacher, _ = tiny_teacher()
+    student, ids = surgery.linearize(teacher, "hedgehog"), torch.randint(0, 257, (4, 20))
+    ids = torch.where(torch.rand(4, 20) < 0.5, ~ids, ids) if loss == "sft" else ids
+    args, text = types.SimpleNamespace(device="cpu"), types.SimpleNamespace(held=ids)
+    run = train.Run(args, None, student, copy.deepcopy(tiny_teacher()[0]), None, text, None, torch.float32)
+    kept = train.validate(run, distill.Stage(loss, 1.0, 1e-3, "cosine"))
+    row = train.validate(run, distill.Stage(loss, 1.0, 1e-3, "plateau"))
+    (tokens, learn), more = distill.unmark(ids), {}
+    if loss == "sft":
+        more = {"learn": learn}
+    wanted = distill.STAGES[loss](student, run.teacher, tokens, **more)["loss"].item()
+    assert row == kept | {"own": pytest.approx(wanted, rel=1e-5, abs=1e-5)} and kept.keys() == {"heldout", "value"}
+    assert all(p.grad is None for p in student.parameters())
+
+
+@pytest.mark.parametrize("falls, rates", [("value", {1e-2 * 0.5**i for i in range(5)}), ("own", {1e-2})])
+def test_a_plateau_cuts_the_rate_at_the_same_steps_after_a_stop(teacher_folder, tmp_path, monkeypatch, falls, rates):
+    validate, stage, step = train.validate, distill.Stage("attention", 1.0, 1e-2, "plateau"), train.one_step
+    monkeypatch.setitem(distill.RECIPES, "lolcats", [stage])
+    changed = lambda run, stage: {"heldout": "kl", "value": 1.0, "own": 1.0} | {falls: -time.monotonic()}
+    monkeypatch.setattr(train, "validate", lambda *a: validate(*a) and changed(*a))
+    words = ["--recipe", "lolcats", "--mixer", "hedgehog"]
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "quiet", *words))
+    left = itertools.count()
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(train, "one_step", lambda *a: raises(KeyboardInterrupt)() if next(left) > 22 else step(*a))
+        call(train, monkeypatch, *command(teacher_folder, tmp_path / "run", *words))
+    call(train, monkeypatch, *command(teacher_folder, tmp_path / "run", *words), "--resume", "--save-every", "3")
+    quiet, run = (
+        [r["lr"] for r in train.rows_of(tmp_path / out / "metrics.jsonl") if "lr" in r] for out in ("quiet", "run")
+    )
+    assert quiet == run and set(quiet[2:]) == rates
+
+
 MIXER, ALL = r"blocks\.\d\.mixer\.", ""
 NEW = MIXER + r"(?!([qkvo]|[qk]_norm)\.)"
 RECIPES = {  # flags; what may train in each stage; steps to be cut in, at least one in each

@@ -697,7 +697,8 @@ def train(run, first):
                 bar.write(f"step {step}: held-out {found[-1]['heldout'].upper()} {found[-1]['value']:.3f}")
             if step == end:
                 break
-            lr = rate_at(leg, step, cuts_in([row["value"] for row in found if validates(leg, row["step"])]))
+            own = [row["own"] for row in found if "own" in row and validates(leg, row["step"])]
+            lr = rate_at(leg, step, cuts_in(own))
             row = leg.row + (step - leg.start) * leg.sequences
             tokens = run.text.rows(row, leg.sequences, args.seed, leg.length).to(args.device)
             losses = one_step(run, tokens, stage, optimizer, lr)
@@ -735,14 +736,17 @@ def enter(run, stage, resumed):
 def validate(run, stage, sequences=4):
     """On a few held-out windows -> {"heldout": "kl" to the teacher, or "ce", "value": nats a token}.
 
-    "ce", of what is to be learned, where there is no teacher and where a stage learns answers.
+    "ce", of what is to be learned, where there is no teacher and where a stage learns answers. "own": the stage's own
+    loss, which a plateau schedule waits for.
     """
-    tokens, learn = distill.unmark(run.text.held[:sequences].to(run.args.device))
+    held = run.text.held[:sequences].to(run.args.device)
+    own = {"own": loss_of(run, held, stage, range(len(held)), 1)["loss"]} if stage.schedule == "plateau" else {}
+    tokens, learn = distill.unmark(held)
     name = "kl" if run.teacher and stage.loss != "sft" else "ce"
     with run.autocast():
         options = {"kl": 1.0} if name == "kl" else {"kl": 0.0, "ce": 1.0, "learn": learn}
         found = distill.logits(run.student, run.teacher, tokens, **options)
-    return {"heldout": name, "value": agreed(float(found[name]))}
+    return agreed({"heldout": name, "value": float(found[name])} | own)
 
 
 def calm(student, longest=10.0):
@@ -797,20 +801,26 @@ def one_step(run, tokens, stage, optimizer, lr):
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]
     optimizer.zero_grad()
+    losses = loss_of(run, tokens, stage, range(len(tokens))[RANK::WORLD], run.args.micro_batch or len(tokens))
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    losses = add_up(losses, [p.grad for p in params if not is_sharded(p)])
+    losses["grad_norm"] = clip(params, 1.0)
+    if all(map(math.isfinite, losses.values())):
+        optimizer.step()
+    return losses
+
+
+def loss_of(run, tokens, stage, mine, at_once):
+    """What the sequences `mine` of tokens add to a stage's losses, as numbers, and to the gradients, if they are on."""
     (tokens, learn), losses = distill.unmark(tokens), {}
     counts = learn[:, 1:].sum(1).double() if stage.loss == "sft" else torch.ones(len(tokens))  # what a sequence weighs
-    for rows in torch.arange(len(tokens))[RANK::WORLD].split(run.args.micro_batch or len(tokens)):
+    for rows in torch.tensor(mine).split(at_once):
         part = (counts[rows].sum() / counts.sum().clamp(min=1)).item()
         options = stage.options | ({"learn": learn[rows]} if stage.loss == "sft" else {})
         backward = lambda loss, part=part: (loss * part).backward()
         with run.autocast():
             found = distill.STAGES[stage.loss](run.student, run.teacher, tokens[rows], backward, **options)
         losses = {name: losses.get(name, 0.0) + part * float(value) for name, value in found.items()}
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    losses = add_up(losses, [p.grad for p in params if not is_sharded(p)])
-    losses["grad_norm"] = clip(params, 1.0)
-    if all(map(math.isfinite, losses.values())):
-        optimizer.step()
     return losses
 
 
