@@ -218,6 +218,13 @@ class Stage:
     context: int = 1
     options: dict = dataclasses.field(default_factory=dict)
 
+    def unusual(self):
+        """What beside loss, lr, schedule, trains and context is not the default, in words."""
+        told = {name: getattr(self, name) for name in ("warmup", "floor", "lora")}
+        told = {name: value for name, value in told.items() if value != getattr(Stage, name)} | self.options
+        told |= {f"{role} ×": factor for role, factor in self.rates.items()}
+        return [f"{name} {value:.4g}" for name, value in told.items()]
+
 
 SCHEDULES = {  # done: share of the stage's steps; cuts: how often its held-out loss has come to rest
     "wsd": lambda done, cuts: min(1.0, (1 - done) / 0.2),  # flat, then down over the last fifth

@@ -2056,6 +2056,49 @@ def test_dry_run_writes_nothing(teacher_folder, tmp_path, monkeypatch, capsys):
     assert [row[2] for row in rows.values()] == ["6", "29", "1"] and rows["ce"][3:6] == ["1", "×", "64"]
 
 
+ROWS = {  # of 640 tokens, 16 at a time: tokens, steps, sequences, lr, schedule, trains; what is not as usual
+    "default": ["logits 640 40 1 × 16 7.0e-04 linear all | warmup 0.2"],
+    "haller": [
+        "attention 16 1 1 × 16 2.0e-04 wsd mixers |",
+        "hidden 32 2 1 × 16 2.0e-03 wsd blocks |",
+        "logits 592 37 1 × 16 3.0e-04 linear all | ce 1",
+    ],
+    "mohawk": [
+        "matrix 16 1 1 × 16 2.0e-04 wsd mixers |",
+        "hidden 32 2 1 × 16 2.0e-03 wsd blocks |",
+        "logits 592 37 1 × 16 3.0e-04 wsd all |",
+    ],
+    "supra": ["ce 640 40 1 × 16 3.0e-04 cosine all | floor 0.03333"],
+    "t2r": ["ce 640 40 1 × 16 2.5e-04 linear all |"],
+    "hedgehog": ["weights 192 12 1 × 16 1.0e-02 plateau new |", "ce 448 28 1 × 16 6.0e-04 linear all |"],
+    "lolcats": ["attention 320 20 1 × 16 1.0e-02 plateau new |", "ce 320 20 1 × 16 1.0e-04 plateau lora | lora 8"],
+    "radlads": [
+        "attention 96 6 1 × 16 1.0e-03 cosine mixers | floor 0.01",
+        "logits 464 29 1 × 16 1.0e-05 constant all |",
+        "ce 64 1 1 × 64 1.0e-05 constant all |",
+    ],
+    "hybrid": ["logits 640 40 1 × 16 2.0e-05 linear all |"],
+    "sft": ["sft 640 40 1 × 16 2.0e-05 cosine all | floor 0.1"],
+    "pretrain": ["ce 640 40 1 × 16 1.0e-03 cosine all | floor 0.1"],
+    "recall": ["sft 640 40 1 × 16 1.0e-03 cosine all |"],
+}
+
+
+@pytest.mark.parametrize("recipe", distill.RECIPES)
+def test_a_plan_is_told_row_by_row(capsys, recipe):
+    student, own = surgery.linearize(tiny_teacher()[0], "hedgehog"), recipe in ("pretrain", "recall")
+    words = ["--context", "16", "--tokens", "640", "--tokens-per-step", "16", "--recipe", recipe]
+    args = train.read_flags(words + ["--teacher", "none", "--size", "1m"] * own)
+    for more, told in (("", ""), ("new=10,trunk=0.1", "new × 10, trunk × 0.1")):
+        args.rates = more
+        train.announce(args, student, train.plan(args, train.recipe_of(args, student)), 1e9, torch.float32)
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        rows = [row for row in rows if row[0] in distill.STAGES]
+        assert all(float(row[10]) >= 1 for row in rows)  # GiB
+        got = [" ".join([*row[:9], "|", *row[11:]]) for row in rows]
+        assert got == [(row + (", " if told and row[-1] != "|" else " ") + told).rstrip() for row in ROWS[recipe]]
+
+
 def test_micro_batches_cost_memory_alone(teacher_folder, tmp_path, monkeypatch):
     for loss in distill.STAGES:
         grads = []

@@ -516,7 +516,8 @@ def announce(args, student, legs, rate, dtype):
     for leg, work, needed in zip(legs, works, most):
         stage, steps, shape = leg.stage, leg.stop - leg.start, f"{leg.sequences} × {leg.length}"
         row = f"{stage.loss:<10}{steps * leg.sequences * leg.length:>12,}{steps:>8,}{shape:>12}{stage.lr:>9.1e}"
-        print(f"{row} {stage.schedule:<9} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}")
+        row += f" {stage.schedule:<9} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}"
+        print(f"{row}  {', '.join(stage.unusual())}".rstrip())
     state = sum(block.mixer.state_size(args.context) for block in student.blocks)
     print(f"state {state:,} floats; about {minutes:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
 
