@@ -2311,8 +2311,8 @@ def test_full_disk_keeps_the_last_checkpoint(teacher_folder, tmp_path, monkeypat
 
 def test_a_loss_that_is_not_finite_stops_the_run(teacher_folder, tmp_path, monkeypatch):
     stage = distill.STAGES["logits"]
-    calls = itertools.count(1)  # the first call is the validation before step 0
-    broken = lambda *a, **k: {n: v * (math.nan if next(calls) > 12 else 1) for n, v in stage(*a, **k).items()}
+    calls = itertools.count(1)  # the four windows of the validation before step 0 are 12 numbers
+    broken = lambda *a, **k: {n: v * (math.nan if next(calls) > 24 else 1) for n, v in stage(*a, **k).items()}
     monkeypatch.setitem(distill.STAGES, "logits", broken)
     with pytest.raises(surgery.BadInput, match=r"step 4, stage logits: loss is nan at lr"):
         call(train, monkeypatch, *command(teacher_folder, tmp_path / "run"))

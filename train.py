@@ -738,16 +738,13 @@ def validate(run, stage, sequences=4):
     """On a few held-out windows -> {"heldout": "kl" to the teacher, or "ce", "value": nats a token}.
 
     "ce", of what is to be learned, where there is no teacher and where a stage learns answers. "own": the stage's own
-    loss, which a plateau schedule waits for.
+    loss, which a plateau schedule waits for. One window at a time, as not to need more memory than a step.
     """
     held = run.text.held[:sequences].to(run.args.device)
-    own = {"own": loss_of(run, held, stage, range(len(held)), 1)["loss"]} if stage.schedule == "plateau" else {}
-    tokens, learn = distill.unmark(held)
-    name = "kl" if run.teacher and stage.loss != "sft" else "ce"
-    with run.autocast():
-        options = {"kl": 1.0} if name == "kl" else {"kl": 0.0, "ce": 1.0, "learn": learn}
-        found = distill.logits(run.student, run.teacher, tokens, **options)
-    return agreed({"heldout": name, "value": float(found[name])} | own)
+    value = lambda stage: loss_of(run, held, stage, range(len(held)), 1)["loss"]
+    name, usual = ("kl", "logits") if run.teacher and stage.loss != "sft" else ("ce", "sft")
+    own = {"own": value(stage)} if stage.schedule == "plateau" else {}
+    return agreed({"heldout": name, "value": value(distill.Stage(usual, 1.0, 0.0))} | own)
 
 
 def calm(student, longest=10.0):
