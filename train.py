@@ -434,9 +434,9 @@ def plan(args, recipe):
     for stage in recipe:
         length = args.context * stage.context
         sequences = max(args.tokens_per_step // length, 1)
-        if sequences % WORLD:
+        if args.tokens_per_step % args.context or sequences % WORLD:
             told = f"--tokens-per-step {args.tokens_per_step}: wanted a multiple of {WORLD * length}"
-            raise BadInput(f"{told}, as there are {WORLD} processes and sequences of {length}")
+            raise BadInput(f"{told}, whole sequences of {length} for each process ({WORLD})")
         steps = max(round(args.tokens * stage.fraction / (sequences * length)), 1)
         legs.append(Leg(stage, at, at + steps, sequences, length, used // length))
         at, used = at + steps, used + steps * sequences * length
@@ -514,10 +514,11 @@ def announce(args, student, legs, rate, dtype):
     print(f"{'stage':<10}{'tokens':>12}{'steps':>8}{'sequences':>12}{'lr':>9} schedule  trains {'TFLOP':>9}{'GiB':>6}")
     works, most, minutes = costs(args, student, legs, dtype, rate)
     for leg, work, needed in zip(legs, works, most):
-        stage, steps, shape = leg.stage, leg.stop - leg.start, f"{leg.sequences} × {leg.length}"
-        row = f"{stage.loss:<10}{steps * leg.sequences * leg.length:>12,}{steps:>8,}{shape:>12}{stage.lr:>9.1e}"
-        row += f" {stage.schedule:<9} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}"
-        print(f"{row}  {', '.join(stage.unusual())}".rstrip())
+        stage, steps, size = leg.stage, leg.stop - leg.start, leg.sequences * leg.length
+        shape = f"{leg.sequences} × {leg.length}"
+        row = f"{stage.loss:<10}{steps * size:>12,}{steps:>8,}{shape:>12}{stage.lr:>9.1e} {stage.schedule:<9}"
+        told = stage.unusual() + [f"{size:,} tokens a step, as sequences are whole"] * (size != args.tokens_per_step)
+        print(f"{row} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}  {', '.join(told)}".rstrip())
     state = sum(block.mixer.state_size(args.context) for block in student.blocks)
     print(f"state {state:,} floats; about {minutes:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
 
@@ -1044,11 +1045,11 @@ def planned(args, begun):
         raise BadInput(f"--resume: {args.out} began from another teacher, {begun.get('source')}; start a new run")
     recipe, rate = recipe_of(args, student), flops_per_second(args.device, dtype)
     args.tokens = args.tokens or tokens_for(student, recipe, rate)
-    text = read_text(args, tokenizer)
+    legs, text = plan(args, recipe), read_text(args, tokenizer)
     if begun and begun.get("text") != text.checksum:
         raise BadInput(f"--resume: the text of --data {args.data} has changed since {args.out} began; start a new run")
     surgery.report(student)
-    legs, n = plan(args, recipe), text.first.numel()
+    n = text.first.numel()
     if max(args.calibrate * args.context, *(leg.length for leg in legs)) > n:
         raise BadInput(f"--data {args.data}: {n:,} tokens are too few for --calibrate or a longer context")
     announce(args, student, legs, rate, dtype)
