@@ -268,7 +268,7 @@ RECIPES = {  # rates are the papers' unless a comment says otherwise; they were 
         Stage("weights", 0.3, 1e-2, "plateau", trains="new"),
         Stage("ce", 0.7, 6e-4, "linear"),
     ],
-    "lolcats": [  # 2410.10254: 40M tokens, beside --window 64 --option blend=shared
+    "lolcats": [  # 2410.10254: 40M tokens
         Stage("attention", 0.5, 1e-2, "plateau", trains="new"),
         Stage("ce", 0.5, 1e-4, "plateau", trains="lora", lora=8),
     ],
@@ -283,6 +283,13 @@ RECIPES = {  # rates are the papers' unless a comment says otherwise; they were 
     "recall": [Stage("sft", 1.0, 1e-3, "cosine")],  # exercises, from scratch
     "sft": [Stage("sft", 1.0, 2e-5, "cosine", floor=0.1)],  # on chats
     "hybrid": [Stage("logits", 1.0, 2e-5, "linear")],  # starts near; 1e-4 brought it no nearer (results/starts.md)
+}
+
+
+PAPERS = {  # flags that a recipe's paper trains with; a run without them is told so
+    "lolcats": ("--window 64", "--option blend=shared"),
+    "mohawk": ("--context 2048",),
+    "supra": ("--context 2048",),
 }
 
 

@@ -2098,6 +2098,24 @@ def test_a_plan_is_told_row_by_row(capsys, recipe):
     assert stage.unusual() == ["kl 0.5", "new × 10", "trunk × 0.1"]
 
 
+WITHOUT = {
+    "": "--window 64 --option blend=shared",
+    "--window 64": "--option blend=shared",
+    "--window 64 --option blend=shared --option sinks=8": "",
+}
+
+
+@pytest.mark.parametrize("words, lacking", WITHOUT.items())
+def test_a_recipe_without_what_its_paper_has_beside_it_says_so(capsys, words, lacking):
+    student = surgery.linearize(tiny_teacher()[0], "hedgehog")
+    for recipe in ("lolcats", "haller"):
+        args = train.read_flags(["--tokens", "4k", "--recipe", recipe, *words.split()])
+        train.announce(args, student, train.plan(args, train.recipe_of(args, student)), 1e9, torch.float32)
+        told = [line for line in capsys.readouterr().out.splitlines() if "its paper" in line]
+        wanted = [f"recipe lolcats: its paper trains with {lacking}; here without"]
+        assert told == wanted * bool(lacking and recipe == "lolcats")
+
+
 def test_micro_batches_cost_memory_alone(teacher_folder, tmp_path, monkeypatch):
     for loss in distill.STAGES:
         grads = []

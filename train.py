@@ -510,7 +510,7 @@ def costs(args, student, legs, dtype, rate):
 
 
 def announce(args, student, legs, rate, dtype):
-    """Print a row a stage, then the state, and the minutes to expect."""
+    """Print a row a stage, then what the recipe's paper has beside it, the state, and the minutes to expect."""
     print(f"{'stage':<10}{'tokens':>12}{'steps':>8}{'sequences':>12}{'lr':>9} schedule  trains {'TFLOP':>9}{'GiB':>6}")
     works, most, minutes = costs(args, student, legs, dtype, rate)
     for leg, work, needed in zip(legs, works, most):
@@ -519,6 +519,9 @@ def announce(args, student, legs, rate, dtype):
         row = f"{stage.loss:<10}{steps * size:>12,}{steps:>8,}{shape:>12}{stage.lr:>9.1e} {stage.schedule:<9}"
         told = stage.unusual() + [f"{size:,} tokens a step, as sequences are whole"] * (size != args.tokens_per_step)
         print(f"{row} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}  {', '.join(told)}".rstrip())
+    here = [f"--window {args.window}", f"--context {args.context}", *(f"--option {told}" for told in args.option)]
+    if lacking := [flag for flag in distill.PAPERS.get(args.recipe, ()) if flag not in here]:
+        print(f"recipe {args.recipe}: its paper trains with {' '.join(lacking)}; here without")
     state = sum(block.mixer.state_size(args.context) for block in student.blocks)
     print(f"state {state:,} floats; about {minutes:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
 
