@@ -345,13 +345,13 @@ def set_lora(student, rank):
 
 @torch.no_grad()
 def rank_layers(student, teacher, tokens):
-    """What softmax in one layer would gain -> [(KL on tokens with that layer the teacher's, layer)], least first."""
-    found = []
+    """KL on tokens, and what softmax in one layer makes of it -> KL, [(KL then, layer)], least first."""
+    kl, found = lambda: logits(student, teacher, tokens)["kl"].item(), []
     for i, (ours, theirs) in enumerate(zip(student.blocks, teacher.blocks)):
         mine, ours.mixer = ours.mixer, theirs.mixer
-        found.append((logits(student, teacher, tokens)["kl"].item(), i))
+        found.append((kl(), i))
         ours.mixer = mine
-    return sorted(found)
+    return kl(), sorted(found)
 
 
 @torch.no_grad()

@@ -1669,7 +1669,8 @@ def test_layers_are_ranked_by_what_softmax_gains():
     student, ids = surgery.linearize(teacher, "delta"), torch.randint(0, 257, (2, 20))
     for i, block in enumerate(student.blocks):
         block.mixer.o.weight.data *= (1, 40, 3)[i]
-    ranks = distill.rank_layers(student, teacher, ids)
+    whole, ranks = distill.rank_layers(student, teacher, ids)
+    assert whole == pytest.approx(distill.logits(student, teacher, ids)["kl"].item(), rel=1e-5)
     for kl, i in ranks:
         one = surgery.linearize(teacher, "delta")
         for j, (ours, theirs) in enumerate(zip(one.blocks, student.blocks)):
@@ -2045,6 +2046,22 @@ def test_a_student_keeps_its_kept_layers(teacher_folder, tmp_path, monkeypatch):
         *command(teacher_folder, tmp_path / "more", "--student", str(tmp_path / "run"), "--calibrate", "0"),
     )
     assert surgery.load(tmp_path / "more")[0].config.mixers == ours and sorted(ours) == ["delta", "softmax"]
+
+
+def test_the_layers_that_gain_most_are_kept(tmp_path, monkeypatch, capsys):
+    teacher, tokenizer = tiny_teacher(layers=5)
+    for block, weight in zip(teacher.blocks, (1, 60, 10, 100, 30)):
+        block.mixer.o.weight.data *= weight
+    teacher.norm.weight.data *= 20  # a KL far from 0
+    surgery.save(teacher, tokenizer, tmp_path / "teacher")
+    words = command(tmp_path / "teacher", tmp_path / "run", "--keep", "auto:2", "--tokens", "16")
+    call(train, monkeypatch, *words)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "softmax again" in line)
+    whole = float(re.match(r"KL ([\d.]+);", line)[1])
+    told = [(float(kl), int(i), float(gain)) for i, kl, gain in re.findall(r"(\d): ([\d.]+) \(([+-][\d.]+)\)", line)]
+    kept = [i for i, name in enumerate(surgery.load(tmp_path / "run")[0].config.mixers) if name == "softmax"]
+    assert len(told) == 5 and kept == sorted(i for _, i, _ in sorted(told)[:2]) and len({kl for kl, *_ in told}) == 5
+    assert all(gain == pytest.approx(kl - whole, abs=2e-3) for kl, _, gain in told)
 
 
 def test_dry_run_writes_nothing(teacher_folder, tmp_path, monkeypatch, capsys):

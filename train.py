@@ -1105,11 +1105,12 @@ def start(run, newest):
             found = distill.calibrate(student, run.teacher, rows(0, args.calibrate))
             told = ", ".join(f"{ridge:g}: {kl:.2f}" for ridge, kl in found.items())
             print(f"calibrated W_o on {args.calibrate - 1} windows; ridge: KL on one more, which decides: {told}")
-        ranks = distill.rank_layers(student, run.teacher, rows(args.calibrate, 2)) if auto else []
+        whole, ranks = distill.rank_layers(student, run.teacher, rows(args.calibrate, 2)) if auto else (0.0, [])
     for _, i in ranks[:auto]:
         student.blocks[i].mixer, student.config.mixers[i] = copy.deepcopy(original.blocks[i].mixer), "softmax"
     if auto:
-        print("KL with one layer softmax again: " + ", ".join(f"{i}: {kl:.3f}" for kl, i in ranks))
+        told = ", ".join(f"{i}: {kl:.3f} ({kl - whole:+.3f})" for kl, i in ranks)
+        print(f"KL {whole:.3f}; with one layer softmax again: {told}")
         print(f"--keep {args.keep} keeps {','.join(str(i) for i in sorted(i for _, i in ranks[:auto]))}")
 
 
