@@ -220,9 +220,8 @@ class Stage:
 
     def unusual(self):
         """What beside loss, lr, schedule, trains and context is not the default, in words."""
-        told = {name: getattr(self, name) for name in ("warmup", "floor", "lora")}
-        told = {name: value for name, value in told.items() if value != getattr(Stage, name)} | self.options
-        told |= {f"{role} ×": factor for role, factor in self.rates.items()}
+        told = {n: getattr(self, n) for n in ("warmup", "floor", "lora") if getattr(self, n) != getattr(Stage, n)}
+        told |= self.options | {f"{role} ×": factor for role, factor in self.rates.items()}
         return [f"{name} {value:.4g}" for name, value in told.items()]
 
 
@@ -234,6 +233,7 @@ SCHEDULES = {  # done: share of the stage's steps; cuts: how often its held-out 
     "plateau": lambda done, cuts: 0.5**cuts,  # as `cuts_in` counts; LoLCATs' own patience is for longer runs
 }
 TRAINS = {  # which parameters, by name; those of layers kept softmax train under "blocks" and "all" only
+    "maps": lambda name: ".phi." in name,  # feature maps; of a mixer whose maps do not learn: "new"
     "new": lambda name: role(name) == "new",
     "mixers": lambda name: role(name) != "trunk",
     "blocks": lambda name: name.startswith("blocks."),
@@ -265,10 +265,10 @@ RECIPES = {  # rates are the papers' unless a comment says otherwise; they were 
     "supra": [Stage("ce", 1.0, 3e-4, "cosine", floor=1 / 30)],
     "t2r": [Stage("ce", 1.0, 2.5e-4, "linear")],  # 2103.13076: swap, then finetune
     "hedgehog": [  # 2402.04347: the maps learn the weights, then all finetunes
-        Stage("weights", 0.3, 1e-2, "plateau", trains="new"),
+        Stage("weights", 0.3, 1e-2, "plateau", trains="maps"),
         Stage("ce", 0.7, 6e-4, "linear"),
     ],
-    "lolcats": [  # 2410.10254: 40M tokens
+    "lolcats": [  # 2410.10254: 40M tokens; new: φ and the blend's scale, as there, and our short convolution
         Stage("attention", 0.5, 1e-2, "plateau", trains="new"),
         Stage("ce", 0.5, 1e-4, "plateau", trains="lora", lora=8),
     ],
@@ -295,11 +295,12 @@ PAPERS = {  # flags that a recipe's paper trains with; a run without them is tol
 
 def trainable(student, trains):
     """Set requires_grad by a stage's `trains` -> the names of what trains (a tied head: its embedding's)."""
-    softmax = [i for i, name in enumerate(student.config.mixers) if name == "softmax"]
-    kept = [f"blocks.{i}." for i in softmax if trains not in ("blocks", "all")]
+    kept = tuple(f"blocks.{i}." for i, name in enumerate(student.config.mixers) if name == "softmax")
+    if trains == "maps" and not any(TRAINS["maps"](name) for name, _ in student.named_parameters()):
+        trains = "new"
     names = []
     for name, p in student.named_parameters():
-        p.requires_grad_(TRAINS[trains](name) and not any(name.startswith(start) for start in kept))
+        p.requires_grad_(TRAINS[trains](name) and (trains in ("blocks", "all") or not name.startswith(kept)))
         names += [name] if p.requires_grad else []
     return names
 

@@ -1794,6 +1794,14 @@ def test_only_what_a_stage_says_trains(trains, inside):
     assert names == chosen == [n for n, p in student.named_parameters() if p.requires_grad]
 
 
+@pytest.mark.parametrize("name, options", [("hedgehog", {}), ("t2r", {}), ("gla", {}), ("linear", dict(feature="elu"))])
+def test_maps_are_all_new_parameters_where_no_map_learns(name, options):
+    student = surgery.linearize(tiny_teacher()[0], name, keep=(1,), **options)
+    new = distill.trainable(student, "new")
+    assert distill.trainable(student, "maps") == ([n for n in new if ".phi." in n] or new) != []
+    assert (len(distill.trainable(student, "maps")) == len(new)) == (name in ("gla", "linear"))
+
+
 def test_reach_is_the_median_distance_of_attention():
     matrix = torch.zeros(2, 3, 20, 20)  # (B, H, T, T): 7 tokens back; half 1 back, half 9 back; only the first token
     for i in range(20):
@@ -1954,7 +1962,7 @@ RECIPES = {  # flags; what may train in each stage; steps to be cut in, at least
     "mohawk": (["--mixer", "mamba2", "--tokens", "1280"], [MIXER, r"blocks\.", ALL], (1, 3, 9)),
     "supra": (["--mixer", "supra"], [ALL], (7,)),
     "t2r": (["--mixer", "t2r", "--recompute"], [ALL], (7,)),
-    "hedgehog": (["--mixer", "hedgehog", "--option", "gate=silu"], [NEW, ALL], (7, 15)),
+    "hedgehog": (["--mixer", "hedgehog", "--option", "gate=silu"], [MIXER + r"phi\.", ALL], (7, 15)),
     "lolcats": (
         ["--mixer", "hedgehog", "--window", "4", "--option", "blend=shared"],
         [NEW, MIXER + r"[qkvo]\.parametrizations\.weight\.0"],
@@ -2087,7 +2095,7 @@ ROWS = {  # of 640 tokens, 16 at a time: tokens, steps, sequences, lr, schedule,
     ],
     "supra": ["ce 640 40 1 × 16 3.0e-04 cosine all | floor 0.03333"],
     "t2r": ["ce 640 40 1 × 16 2.5e-04 linear all |"],
-    "hedgehog": ["weights 192 12 1 × 16 1.0e-02 plateau new |", "ce 448 28 1 × 16 6.0e-04 linear all |"],
+    "hedgehog": ["weights 192 12 1 × 16 1.0e-02 plateau maps |", "ce 448 28 1 × 16 6.0e-04 linear all |"],
     "lolcats": ["attention 320 20 1 × 16 1.0e-02 plateau new |", "ce 320 20 1 × 16 1.0e-04 plateau lora | lora 8"],
     "radlads": [
         "attention 96 6 1 × 16 1.0e-03 cosine mixers | floor 0.01",
