@@ -4,7 +4,9 @@ pytest test_all.py                 what an outside library must confirm skips wh
 pytest test_all.py -m slow         kill -9, forty times, and every recipe in 2 and 4 processes
 """
 
+import collections
 import copy
+import dataclasses
 import importlib
 import itertools
 import json
@@ -1606,6 +1608,16 @@ def test_losses_do_not_grow_with_the_batch(name):
     torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("name", distill.STAGES)
+def test_losses_do_not_grow_with_the_context(name):
+    teacher, _ = tiny_teacher()
+    student, ids = surgery.linearize(teacher, "gla"), torch.randint(0, 257, (8, 64))
+    distill.calibrate(student, teacher, torch.randint(0, 257, (8, 64)))  # else what is recalled adds up
+    with torch.no_grad():
+        half, whole = (distill.STAGES[name](student, teacher, ids[:, :T])["loss"].item() for T in (32, 64))
+    assert whole == pytest.approx(half, rel=0.2)
+
+
 class Rows:
     """A teacher or a student of one layer whose mixer has this matrix, (1, H, T, T)."""
 
@@ -2026,6 +2038,43 @@ def test_every_recipe_trains_what_it_says_and_resumes(tmp_path, monkeypatch, rec
         call(train, monkeypatch, *part, "--resume")
         whole, cut = weights_of(tmp_path / "whole"), weights_of(out)
         assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.parametrize("recipe", ["default", *RECIPES])
+def test_ten_steps_of_a_stage_leave_the_rest_and_the_teacher_as_they_were(tmp_path, monkeypatch, recipe):
+    chats(tmp_path)
+    flags, stages = RECIPES.get(recipe, [["--mixer", "delta"]])[0], distill.RECIPES[recipe]
+    monkeypatch.setitem(
+        distill.RECIPES, recipe, [dataclasses.replace(stage, fraction=1 / len(stages)) for stage in stages]
+    )
+    step, taken, wanted = train.one_step, collections.Counter(), surgery.load(tmp_path / "teacher")[0].state_dict()
+
+    def watched(run, tokens, stage, *rest):
+        params = dict(run.student.named_parameters())
+        if not taken[stage.loss]:
+            watched.frozen = {name: p.clone() for name, p in params.items() if not p.requires_grad}
+        losses = step(run, tokens, stage, *rest)
+        taken[stage.loss] += 1
+        if taken[stage.loss] == 10:
+            theirs = run.teacher.state_dict()
+            assert all(torch.equal(params[name], p) for name, p in watched.frozen.items())
+            assert theirs.keys() == wanted.keys() and all(torch.equal(theirs[name], w) for name, w in wanted.items())
+        return losses
+
+    monkeypatch.setattr(train, "one_step", watched)
+    words = [str(tmp_path / "chats.jsonl") if w == "CHATS" else w for w in flags]
+    call(train, monkeypatch, *command(tmp_path / "teacher", tmp_path / "run", *words, "--recipe", recipe))
+    assert [*taken] == [stage.loss for stage in stages] and min(taken.values()) >= 10
+
+
+def test_chats_are_distilled(tmp_path, monkeypatch):
+    chats(tmp_path)
+    more = ["--data", str(tmp_path / "chats.jsonl"), "--recipe", "haller", "--tokens", "3200", "--mixer", "gated_delta"]
+    call(train, monkeypatch, *command(tmp_path / "teacher", tmp_path / "run", *more))
+    rows = [row for row in train.rows_of(tmp_path / "run" / "metrics.jsonl") if "stage" in row]
+    assert [*dict.fromkeys(row["stage"] for row in rows)] == ["attention", "hidden", "logits"]
+    losses = [row["loss"] for row in rows if row["stage"] == "logits"]
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.3
 
 
 def test_a_student_goes_on(tmp_path, monkeypatch, capsys):
