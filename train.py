@@ -754,9 +754,9 @@ def validate(run, stage, sequences=4):
 def calm(student, longest=10.0):
     """From now on, where a block begins, no token's gradient is longer than `longest` times its sequence's median.
 
-    A token at the edge of becoming a massive activation (arXiv 2402.17762) can have one a thousand times as long as the
-    others', and a mixer without decay, near one mean for all tokens, takes tokens there: then they alone decide the
-    step, and training breaks down (results/starts.md). Tokens without a gradient do not count.
+    A token at the edge of becoming a massive activation (arXiv 2402.17762) can have one hundreds of times the others';
+    a mixer without decay, near one mean for all tokens, takes tokens there, and then they alone decide the step and
+    training breaks down (results/gradients.md). Tokens without a gradient do not count.
     """
 
     def shorter(g):
