@@ -945,12 +945,12 @@ def with_lm_eval(model, tokenizer, names, limit, shots):
     except ImportError as error:
         lacks = getattr(error.__cause__ or error, "name", None) or "what it names"
         raise BadInput(f"--tasks {','.join(names)}: pip install {lacks}; lm-eval says: {error}") from error
-    scores, beyond = {}, collections.Counter(task for task, _ in harness.beyond)
+    scores, over = {}, collections.Counter(task for task, _ in harness.beyond)
     for task, row in found.items():
         row = {key: x for key, x in row.items() if isinstance(x, float)}
         pairs = {key: (x, row.get(key.replace(",", "_stderr,"), math.nan)) for key, x in row.items()}
         scores[task] = {key.removesuffix(",none"): pair for key, pair in pairs.items() if "_stderr" not in key}
-        scores[task] |= {"beyond": beyond[task]} if beyond[task] else {}
+        scores[task] |= {"beyond": over[task]} if over[task] else {}
     return scores
 
 

@@ -521,7 +521,7 @@ def announce(args, student, legs, rate, dtype):
         print(f"{row} {stage.trains:<7}{work / 1e12:>9,.0f}{needed:>6.1f}  {', '.join(told)}".rstrip())
     here = [f"--window {args.window}", f"--context {args.context}", *(f"--option {told}" for told in args.option)]
     if lacking := [flag for flag in distill.PAPERS.get(args.recipe, ()) if flag not in here]:
-        print(f"recipe {args.recipe}: its paper trains with {' '.join(lacking)}; here without")
+        print(f"recipe {args.recipe}: its paper trains with {' '.join(lacking)}; this run does not")
     state = sum(block.mixer.state_size(args.context) for block in student.blocks)
     print(f"state {state:,} floats; about {minutes:,.0f} minutes at {rate / 1e9:.0f} GFLOP/s here")
 
@@ -938,8 +938,8 @@ def finish(run, minutes):
         conclude(folder, scores | facts | run.facts)
     print("\n" + evaluate.scoreboard(scores))
     exercises = args.recipe == "recall"  # which nobody reads a sample of, nor scores elsewhere
-    for name, model in (("teacher", run.teacher), ("student", run.student)):
-        if model and not exercises:
+    for name, model in () if exercises else (("teacher", run.teacher), ("student", run.student)):
+        if model:
             print(f"\n{name}: ", end="")
             with run.autocast():
                 prompt = "The history of science shows that"
